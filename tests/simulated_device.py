@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import farandole
 
-MAIN, SIDE, HOST = "main", "side", "host"
+MAIN, SIDE, COPIES, HOST = "main", "side", "copies", "host"
 OUTSIDE = "outside"
 """Where the product's code is not on the stack."""
 _PRODUCT = farandole.__path__[0]
@@ -56,6 +56,8 @@ class _Memory:
     made_on: str
     storage: StorageWeakRef
     uses: list[_Use] = field(default_factory=list)
+    kept_for: set[str] = field(default_factory=set)
+    """Streams that its allocator waits for, too."""
 
 
 class Copy:
@@ -77,10 +79,11 @@ class Copy:
 class SimulatedDevice(TorchDispatchMode):
     """The streams of a device (`Streams`), and the look at every operation while it is entered.
 
-    `left_out`: waits that are not made, to see that they are missed: "launch", "end", "read".
+    `left_out`: waits that are not made, to see that they are missed: "launch", "end", "read", "keep".
     """
 
     side = SIDE
+    copies = COPIES
     model = "simulated"
 
     def __init__(self, left_out: Iterable[str] = ()) -> None:
@@ -112,6 +115,11 @@ class SimulatedDevice(TorchDispatchMode):
         left_out = "launch" if self.current == SIDE else "end"
         if left_out not in self.left_out:
             self.arrive(self.current, event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """See `Streams`."""
+        if "keep" not in self.left_out:
+            self._memory_of(tensor).kept_for.add(self.current)
 
     def to_host(self, tensor: torch.Tensor) -> Copy:
         """See `Streams`."""
@@ -169,7 +177,7 @@ class SimulatedDevice(TorchDispatchMode):
         for key, memory in [(key, each) for key, each in self._memory.items() if each.storage.expired()]:
             del self._memory[key]
             for use in memory.uses:
-                is_elsewhere = use.stream not in (memory.made_on, HOST)
+                is_elsewhere = use.stream not in (memory.made_on, HOST, *memory.kept_for)
                 if is_elsewhere and self._clocks[memory.made_on][use.stream] < use.number:
                     raise Race(
                         f"memory of {memory.made_on} was let go before {use.what} on {use.stream}; {_place()}"

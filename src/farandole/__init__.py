@@ -44,6 +44,7 @@ if _typing.TYPE_CHECKING:
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
+    from .train.data.ahead.prefetch import prefetch
     from .train.data.loader import shard
     from .train.distribute import averaged, distribute
     from .train.fused.chunked_cross_entropy import chunked_cross_entropy
@@ -109,6 +110,7 @@ _HOME = {
     "main_first": "train.turns",
     "phase": "train.phase",
     "preempted": "train.preemption",
+    "prefetch": "train.data.ahead.prefetch",
     "print": "train.printing",
     "mean": "train.reduce",
     "NoiseScale": "train.noise.noise_scale",
@@ -167,6 +169,7 @@ __all__ = [
     "notebook",
     "phase",
     "preempted",
+    "prefetch",
     "print",
     "record",
     "router_loss",

@@ -201,6 +201,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "train": [
         ("balance", "batches in proportion to the speed of a rank"),
         ("data", "sharding a data loader over the ranks"),
+        ("data/ahead", "batches that a thread draws, ahead of the loop that uses them"),
         ("noise", "the gradient noise scale: averages of squares of gradients, and the critical batch"),
         ("metrics", "values of all ranks brought together, and values written live to other tools"),
         ("elastic", "a worker of an elastic job: its control connection, and the change of generations"),

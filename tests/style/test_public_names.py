@@ -17,8 +17,8 @@ PUBLIC = [
     "chunked_cross_entropy", "context_gather", "context_positions", "context_shard", "distribute",
     "drain", "evaluate", "exchange_state", "find_micro_batch", "find_plan", "freeze", "gather", "init", "load",
     "load_exchange_state", "log", "low_rank_adapters", "main_first", "mean", "noise_scale", "notebook",
-    "phase", "preempted", "print", "record", "router_loss", "save", "seed", "shard", "shutdown", "step",
-    "verify", "weight", "world",
+    "phase", "preempted", "prefetch", "print", "record", "router_loss", "save", "seed", "shard", "shutdown",
+    "step", "verify", "weight", "world",
 ]  # fmt: skip
 
 

@@ -88,6 +88,36 @@ def test_data_that_sleeps_is_cured_by_workers_and_then_no_more_are_asked_for(tmp
     assert "no core is idle" in full.evidence[0]
 
 
+def thread_gains(each: Finding) -> list[float]:
+    return [fix.gain.seconds for fix in each.fixes if "fd.prefetch" in fix.paste and fix.gain is not None]
+
+
+def test_a_thread_is_proposed_as_far_as_batches_do_not_compute(tmp_path: Path) -> None:
+    """Computing takes 97 ms, a batch 100 ms: what a batch computes holds Python's lock."""
+    for cpu, gain in ((0.02, 0.095), (0.5, 0.05), (0.98, None)):
+        found = of(tmp_path / f"{cpu}", healthy(**SLOW_DATA, setup=BOUND, data_cpu=cpu)).findings[0]
+        assert thread_gains(found) == ([] if gain is None else [pytest.approx(gain, abs=0.004)]), (cpu, found)
+        assert found.fixes[0].paste.startswith("num_workers") == (cpu < 0.9 and bool(workers_of(found)))
+    trainer = healthy(**SLOW_DATA, setup={**BOUND, "loop": "transformers"}, data_cpu=0.02)
+    assert not thread_gains(of(tmp_path / "trainer", trainer).findings[0])
+
+
+def test_of_a_thread_that_draws_ahead_no_other_is_proposed(tmp_path: Path) -> None:
+    """It never rests while it is waited for: a batch takes it the 197 ms of a step."""
+    setup = {**BOUND, "loader_prefetch": 2}
+    sample = {
+        rank: {"process_cores": 0.5, "machine_share": 0.2, "cores": 1, "thread_cores": 0.1} for rank in range(4)
+    }
+    first = of(tmp_path / "r", healthy(**SLOW_DATA, setup=setup, data_cpu=0.0, sample=sample)).findings[0]
+    assert not thread_gains(first)
+    assert "a thread of fd.prefetch loads the batches, and computes 10%" in first.evidence[0]
+    assert workers_of(first) == [3], "two workers make a batch in 99 ms"
+    busy = {rank: {**each, "thread_cores": 0.9} for rank, each in sample.items()}
+    first = of(tmp_path / "b", healthy(**SLOW_DATA, setup=setup, data_cpu=0.0, sample=busy)).findings[0]
+    assert "CPU time" in first.title
+    assert not workers_of(first), "with one core"
+
+
 def test_one_slow_loader_gets_the_same_proposals(tmp_path: Path) -> None:
     machine = healthy(extra={"data": only(2, 0.1)}, setup=BOUND, data_cpu=0.99, facts={"cores": 4})
     first = of(tmp_path / "r", machine).findings[0]

@@ -41,6 +41,10 @@ class Streams(Protocol):
     def side(self) -> Any:
         """The stream that gradients travel on, beside the backward pass."""
 
+    @property
+    def copies(self) -> Any:
+        """The stream that batches are copied on, ahead of the step that uses them."""
+
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Let the operations of a block go to `stream`."""
 
@@ -49,6 +53,9 @@ class Streams(Protocol):
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait for `event`; the host does not."""
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of `tensor`, made on another stream, until the current one is done with it, too."""
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
         """Begin to copy `tensor`, behind what was told to the current stream."""
@@ -77,7 +84,7 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side = torch.Stream(device)
+        self._side, self._copies = torch.Stream(device), torch.Stream(device)
 
     @property
     def model(self) -> str:
@@ -90,6 +97,10 @@ class _DeviceStreams:
     @property
     def side(self) -> torch.Stream:
         return self._side
+
+    @property
+    def copies(self) -> torch.Stream:
+        return self._copies
 
     @contextmanager
     def on(self, stream: torch.Stream) -> Generator[None, None, None]:
@@ -107,6 +118,9 @@ class _DeviceStreams:
 
     def wait(self, event: torch.Event) -> None:
         self.current.wait_event(event)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.current)
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
         return _PinnedCopy(tensor)

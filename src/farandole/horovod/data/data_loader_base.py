@@ -19,13 +19,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from queue import Empty, Full, Queue
-from threading import Event, Thread
 from typing import Any
 
-_LOOK_SECONDS = 0.1
-"""How often a thread that waits looks whether the loader was closed."""
+from ...train.data.ahead.ahead_thread import AheadThread
 
 
 class BaseDataLoader:
@@ -48,15 +44,8 @@ class BaseDataLoader:
             yield self._process_batch(batch)
 
 
-class _EndOfEpoch:
-    """In the queue behind an epoch's last batch."""
-
-
-@dataclass(frozen=True)
-class _Failed:
-    """Put into the queue instead of a batch."""
-
-    error: Exception
+_END_OF_EPOCH = object()
+"""Behind an epoch's last batch."""
 
 
 class AsyncDataLoaderMixin:
@@ -72,9 +61,7 @@ class AsyncDataLoaderMixin:
             raise ValueError(f"async_loader_queue_size={async_loader_queue_size}: expected at least 0 (no thread)")
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
-        self._stopped = Event()
-        self._queue: Queue[Any] = Queue(async_loader_queue_size)
-        self._thread: Thread | None = None
+        self._thread: AheadThread[Any] | None = None
         super().__init__(*args, **kwargs)
 
     def close_async_loader(self) -> None:
@@ -83,22 +70,25 @@ class AsyncDataLoaderMixin:
         if thread is None:
             return
         self._say("closing")
-        self._stopped.set()
-        thread.join()
+        thread.close()
 
     def __iter__(self) -> Iterator[Any]:
         if not self.async_loader_queue_size:
             for batch in self._iterate():
                 yield self._process_batch(batch)
             return
-        self._start()
+        thread = self._start()
         while True:
-            batch = self._next()
-            if isinstance(batch, _EndOfEpoch):
+            try:
+                batch = thread.take()
+            except StopIteration:  # closed inside the loop
                 return
-            if isinstance(batch, _Failed):
-                self.close_async_loader()
-                raise batch.error
+            except BaseException:
+                if thread.is_closed:  # else this thread was interrupted, and the loader may hang
+                    self.close_async_loader()
+                raise
+            if batch is _END_OF_EPOCH:
+                return
             yield self._process_batch(batch)
 
     def _iterate(self) -> Iterator[Any]:
@@ -108,47 +98,22 @@ class AsyncDataLoaderMixin:
     def _process_batch(self, batch: Any) -> Any:
         return super()._process_batch(batch)  # type: ignore[misc]
 
-    def _start(self) -> None:
+    def _start(self) -> AheadThread[Any]:
         if self._thread is None:
-            self._stopped, self._queue = Event(), Queue(self.async_loader_queue_size)
-            self._thread = Thread(
-                target=self._load, args=(self._queue, self._stopped), name="async-data-loader", daemon=True
-            )
+            self._thread = AheadThread(
+                self._epochs().__next__, self.async_loader_queue_size + 1, "async-data-loader"
+            )  # one more, as the thread has one in its hand
             self._say("starting")
             self._thread.start()
+        return self._thread
 
-    def _next(self) -> Any:
-        queue, stopped = self._queue, self._stopped
-        while not stopped.is_set():
-            try:
-                return queue.get(timeout=_LOOK_SECONDS)
-            except Empty:
-                continue
-        return _EndOfEpoch()  # closed inside the loop
-
-    def _load(self, queue: Queue[Any], stopped: Event) -> None:
-        try:
-            while not stopped.is_set():
-                for batch in self._iterate():
-                    if not _put(queue, batch, stopped):
-                        return
-                _put(queue, _EndOfEpoch(), stopped)
-        except Exception as error:  # raised in the loop instead
-            _put(queue, _Failed(error), stopped)
+    def _epochs(self) -> Iterator[Any]:
+        while True:
+            yield from self._iterate()
+            yield _END_OF_EPOCH
 
     def _say(self, what: str) -> None:
         if self.debug_data_loader:
             sys.stderr.write(
                 f"{type(self).__name__}: {what} the thread, {self.async_loader_queue_size} batches ahead\n"
             )
-
-
-def _put(queue: Queue[Any], item: Any, stopped: Event) -> bool:
-    """Put `item` when there is room; return False when the loader was closed meanwhile."""
-    while not stopped.is_set():
-        try:
-            queue.put(item, timeout=_LOOK_SECONDS)
-        except Full:
-            continue
-        return True
-    return False

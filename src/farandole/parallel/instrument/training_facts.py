@@ -75,14 +75,18 @@ def watch_facts(here: World) -> None:
     here.session.steps.after_step(facts.after_step)
 
 
-def note_loader(here: World, loader: Any, worker_cores: int | None) -> None:
-    """Record how a loader loads, when an iteration begins; `worker_cores`: how many cores its workers may use."""
+def note_loader(here: World, loader: Any, worker_cores: int | None, prefetch: int | None) -> None:
+    """Record how a loader loads, when an iteration begins.
+
+    `worker_cores`: how many cores its workers may use; `prefetch`: how many batches a thread draws ahead.
+    """
     facts_of(here).note(
         {
             events.SETUP_WORKERS: _count(getattr(loader, "num_workers", None)),
             events.SETUP_PERSISTENT: _flag(getattr(loader, "persistent_workers", None)),
             events.SETUP_BATCH: _count(getattr(loader, "batch_size", None)),
             events.SETUP_WORKER_CORES: worker_cores,
+            events.SETUP_PREFETCH: prefetch,
         }
     )
 

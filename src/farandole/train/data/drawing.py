@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,10 +17,11 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
 from ..balance.balancer import balancer_of
 from ..balance.share_changes import ShareChanges
+from .ahead.told_later import Handover, drawn_ahead, tell
 from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_kind import no_draw
 from .loader_watch import leave_out
-from .partition import Partition
+from .partition import Part, Partition
 from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
 from .random_state import kept_generators, seed_of
 from .rank_sampler import RankBatches, RankSampler
@@ -48,6 +51,8 @@ class LoaderState:
         self.drawn: Loop | None = None
         """The iteration that handed out a batch last."""
         self._upcoming: EpochPlan | None = None
+        self.draws_alone = threading.Lock()
+        """Held while a batch is drawn: a thread of `fd.prefetch` and another loop may do so at a time."""
         self.number = self.latest.loaders
         self.latest.loaders += 1
 
@@ -101,20 +106,18 @@ class LoaderState:
 
     def hand_out(self, batches: Iterator[Any], kind: type[Any]) -> Iterator[Any]:
         """Yield `batches`: those of `Drawing`, or what a subclass makes of them."""
-        loop: Loop | None = None
+        end = _LoopEnd(self)
+        ahead = drawn_ahead()
+        if ahead is not None:
+            ahead.ends.append(end)
         try:
             for batch in batches:
                 if not self.draws:
                     raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
-                loop = self.drawn
+                end.loop = self.drawn
                 yield batch
         finally:
-            if self.latest.rows is not None and self.latest.rows.loader == self.number:
-                self.latest.rows.has_ended = True
-            if loop is not None:
-                self.position.ended(loop.place, is_complete=False)
-                if not self.evaluate:
-                    self.world.session.batch_weight.loop_ends(loop.origin)
+            tell(lambda _: end())
 
     def _refuse_other_mesh(self) -> None:
         here, mine = self.world, self.partition
@@ -127,7 +130,13 @@ class LoaderState:
 
     def begin_epoch(self, workers: int) -> None:
         """Torch is about to draw the batches of another epoch."""
-        parts = self.parts
+        parts, ahead = self.parts, drawn_ahead()
+        if ahead is not None and not ahead.may_begin:
+            raise ConfigError(
+                "fd.prefetch: what it was given begins another epoch of a loader of fd.shard, in the thread that "
+                "draws ahead: the loop is still in the epoch before, where a checkpoint resumes",
+                remedy="prefetch the loader itself, inside: for batch in fd.prefetch(loader): yield batch",
+            )
         self._refuse_other_mesh()
         if parts is not None and parts.asked_epoch is not None:
             self.position.choose_epoch(parts.asked_epoch)
@@ -205,8 +214,33 @@ class Loop(NamedTuple):
     origin: Origin
 
 
+class _LoopEnd:
+    """What is to be done once when the loop over a loader is left."""
+
+    def __init__(self, own: LoaderState) -> None:
+        self._own = own
+        self.loop: Loop | None = None
+        """That of the batch that was drawn last."""
+        self._is_done = False
+
+    def __call__(self) -> None:
+        if self._is_done:
+            return
+        self._is_done = True
+        own, loop = self._own, self.loop
+        if own.latest.rows is not None and own.latest.rows.loader == own.number:
+            own.latest.rows.has_ended = True
+        if loop is not None:
+            own.position.ended(loop.place, is_complete=False)
+            if not own.evaluate:
+                own.world.session.batch_weight.loop_ends(loop.origin)
+
+
 class Drawing:
-    """Torch's iterator of one epoch, which tells the weight of each batch that it hands out."""
+    """Torch's iterator of one epoch, which tells the weight of each batch that it hands out.
+
+    See [Note: drawn ahead, told later] in `told_later`.
+    """
 
     def __init__(self, batches: Any, own: LoaderState) -> None:
         self._batches = batches
@@ -236,34 +270,44 @@ class Drawing:
     def __next__(self) -> Any:
         begin, cpu = time.monotonic(), time.thread_time()
         own, loop = self._own, self._loop
-        if own.parts is not None:
-            own.parts.plan = loop.plan  # another loop may have begun meanwhile
         try:
-            batch = next(self._batches)
+            with own.draws_alone:
+                if own.parts is not None:
+                    own.parts.plan = loop.plan  # another loop may have begun meanwhile
+                drawn = next(self._batches)
         except StopIteration:
-            own.position.ended(loop.place, is_complete=True)
-            self._rows.has_ended = True
-            own.latest.rows = self._rows
+            tell(self._epoch_ends)
             raise
         own.draws += 1
         own.drawn = loop
-        own.latest.rows = self._rows
-        if isinstance(batch, ShardedBatch):
-            self._note_reading(batch)
-            batch, part, used = batch.batch, batch.part, own.partition.whole
+        if isinstance(drawn, ShardedBatch):
+            batch, part, used = drawn.batch, drawn.part, own.partition.whole
         else:
             assert self._steps is not None, "a loader that is no stream has steps"
-            part, used = next(self._steps)
+            batch, (part, used) = drawn, next(self._steps)
+        tell(partial(self._hand_out, drawn, batch, part, used), begin, cpu)
+        return batch
+
+    def _hand_out(self, drawn: Any, batch: Any, part: Part, used: int, handover: Handover) -> None:
+        own, loop = self._own, self._loop
+        own.latest.rows = self._rows
+        if isinstance(drawn, ShardedBatch):
+            self._note_reading(drawn)
         own.position.handed_out(loop.place, used)
         self._rows.add(part.samples)
-        if not own.evaluate:
-            own.world.session.batch_weight.hand_out(batch, part.factor, part.samples, loop.origin)
-            seconds, end = time.thread_time() - cpu, time.monotonic()
-            own.world.session.recorder.record(DataWait(begin, end, part.samples, seconds))
-            tuned = own.world.session.kept(TunedLoaders)
-            if tuned is not None:
-                tuned.trials_of(own.number).note(begin, end)
-        return batch
+        if own.evaluate:
+            return
+        session, wait = own.world.session, handover.wait()
+        session.batch_weight.hand_out(handover.tensors_of(batch), part.factor, part.samples, loop.origin)
+        session.recorder.record(DataWait(*wait[:2], part.samples, wait.cpu_seconds))
+        tuned = session.kept(TunedLoaders)
+        if tuned is not None:
+            tuned.trials_of(own.number).note(*wait[:2])
+
+    def _epoch_ends(self, _: Handover) -> None:
+        self._own.position.ended(self._loop.place, is_complete=True)
+        self._rows.has_ended = True
+        self._own.latest.rows = self._rows
 
     def _note_reading(self, batch: ShardedBatch) -> None:
         assert self._loop.place.stream is not None, "it is set where the iteration begins"

@@ -22,6 +22,7 @@ from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.instrument.training_facts import note_loader
+from .ahead.told_later import depth_ahead
 from .drawing import Drawing, LoaderState
 from .length_buckets import Cut, LengthBuckets
 from .lengths import Lengths, agreed_lengths, digest_of
@@ -215,7 +216,7 @@ class ShardedLoader(DataLoader[T_co]):
         if tuned is not None and own.parts is not None and not own.evaluate and not self.persistent_workers:
             self.num_workers = tuned.trials_of(own.number).begin(self.num_workers)
         own.begin_epoch(self.num_workers)
-        note_loader(self._farandole.world, self, len(worker_cores()) or None)
+        note_loader(own.world, self, len(worker_cores()) or None, depth_ahead())
         with on_worker_cores():
             batches = super()._get_iterator()
         return Drawing(batches, self._farandole)

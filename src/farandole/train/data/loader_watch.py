@@ -21,6 +21,7 @@ from torch.utils.data import dataloader
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DataWait, NullRecorder
 from ...parallel.instrument.training_facts import note_workers
+from .ahead.told_later import drawn_ahead
 
 _KIND = dataloader._BaseDataLoaderIter
 _TIMED = "_farandole_times_it"
@@ -55,7 +56,8 @@ class _LoaderWatch:
         original = self._original = _KIND.__next__
 
         def next_batch(iterator: Any) -> Any:
-            if self.is_paused or getattr(iterator, _TIMED, False) or threading.get_ident() != self._thread:
+            is_left_out = getattr(iterator, _TIMED, False) or drawn_ahead() is not None
+            if self.is_paused or is_left_out or threading.get_ident() != self._thread:
                 return original(iterator)
             begin, cpu = time.monotonic(), time.thread_time()
             batch = original(iterator)

@@ -63,6 +63,13 @@ def kept_generators(*generators: torch.Generator) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the global generators on the CPU, to be compared."""
+    numpy_state: Any = np.random.get_state()
+    _, keys, *rest = numpy_state
+    return bytes(torch.default_generator.get_state().numpy()), random.getstate(), keys.tobytes(), tuple(rest)
+
+
 def _generators_of(source: Any) -> list[torch.Generator]:
     found: list[torch.Generator] = []
     for _ in range(4):  # samplers within samplers

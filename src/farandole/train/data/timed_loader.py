@@ -16,6 +16,7 @@ import torch
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.events import DataWait
 from ...parallel.instrument.training_facts import note_loader
+from .ahead.told_later import depth_ahead, drawn_ahead
 from .loader_watch import leave_out, samples_of
 from .worker_cores import on_worker_cores, worker_cores
 
@@ -33,7 +34,7 @@ def time_iteration(loader: Any) -> bool:
 
     def iterate(self: Any) -> Iterator[Any]:
         if has_world():
-            note_loader(world(), self, len(worker_cores()) or None)
+            note_loader(world(), self, len(worker_cores()) or None, depth_ahead())
         with on_worker_cores():
             iterator = kind.__iter__(self)
         leave_out(iterator)
@@ -43,7 +44,7 @@ def time_iteration(loader: Any) -> bool:
                 batch = next(iterator)
             except StopIteration:
                 return
-            if has_world() and torch.is_grad_enabled():
+            if drawn_ahead() is None and has_world() and torch.is_grad_enabled():  # else `fd.prefetch` does it
                 used = time.thread_time() - cpu
                 world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch), used))
             yield batch

@@ -45,7 +45,7 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
         return replace(finding, fixes=_AHEAD)
     if finding.kind in ("launch", "memory") and finding.fixes and _names_torch(finding.fixes) and not is_on_torch:
         return replace(finding, fixes=())
-    fixes = [_translate(fix, front_end) for fix in finding.fixes]
+    fixes = [_translate(fix, front_end) for fix in finding.fixes if "fd.prefetch" not in fix.paste]
     if finding.kind == "pause" and finding.phase == EVALUATION:
         fixes[1:] = [_RARER_EVALUATION]
     if finding.kind == "pause" and finding.phase == CHECKPOINT:
@@ -57,7 +57,7 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
 
 def _of_trainer(fix: Fix) -> Fix | None:
     """Return a fix with arguments of transformers' TrainingArguments; None where a Trainer has no place for it."""
-    if "fd.Checkpointer" in fix.paste:
+    if "fd.Checkpointer" in fix.paste or "fd.prefetch" in fix.paste:
         return None
     if rarer := _RARER_SAVES.search(fix.what):
         return replace(fix, paste=f'save_strategy="steps", save_steps={rarer[1]}{_IN_ARGUMENTS}')

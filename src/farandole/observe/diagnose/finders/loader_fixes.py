@@ -5,6 +5,10 @@ recorded; where it was ready and had no core, it wanted to work too. With n work
 takes the longest of three: the rest of the step, the time of a batch over n, and all CPU work of a step over the
 cores that a rank and its workers may use. Where the CPU work fills these cores already, workers gain nothing:
 then fewer CPU seconds a sample help, or more cores.
+
+[Note: a thread shares the lock] A thread of `fd.prefetch` loads ahead, too, but in the process that trains:
+Python's lock (GIL) is with one of the two at a time. How much of a batch's CPU work holds it is not recorded, so
+all of it is taken to: a step then takes the longer of a batch's time, and the rest of the step with that CPU work.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class LoaderFacts:
     """Cores of the machine that were idle, for each rank."""
     worker_cores: float | None = None
     """Cores that the workers of a rank used."""
+    is_prefetched: bool = False
+    """Whether a thread draws ahead of the training; without workers, CPU time of a batch is the thread's."""
 
     @property
     def worker_share(self) -> float | None:
@@ -69,7 +75,12 @@ class LoaderFacts:
         if self.workers:
             rests = self.worker_share is not None and self.worker_share < _RESTS
             return self.idle_cores is not None and self.idle_cores < _IDLE_CORES and not rests
-        return self.cpu_seconds is not None and self.cpu_seconds >= _CPU_PART * self.wait_seconds
+        return self.cpu_seconds is not None and self.cpu_seconds >= _CPU_PART * self.batch_seconds
+
+    @property
+    def batch_seconds(self) -> float:
+        """Return how long a batch takes that no worker makes: a thread ahead that is waited for never rests."""
+        return self.step_seconds if self.is_prefetched else self.wait_seconds
 
     def step_with(self, workers: int, slack: float = 1.0) -> float:
         """Return the step with so many workers, where a batch takes `slack` times as long as a usual one.
@@ -78,11 +89,21 @@ class LoaderFacts:
         """
         rest = max(0.0, self.step_seconds - self.wait_seconds)
         # A worker that never rests takes as long for a batch as all of them for as many batches as there are.
-        batch = slack * (self.wait_seconds if not self.workers else self.workers * self.step_seconds)
+        batch = slack * (self.batch_seconds if not self.workers else self.workers * self.step_seconds)
         if self.workers:
             return self.step_seconds if self.is_cpu_work else max(rest, batch / workers)
         work = self.computing_cores * rest + (self.cpu_seconds or 0.0)
         return max(rest, batch / workers, work / self.cores)
+
+    @property
+    def step_prefetched(self) -> float | None:
+        """Return the step with a thread that draws ahead; None: not known.
+
+        See [Note: a thread shares the lock].
+        """
+        if self.workers or self.is_prefetched or self.cpu_seconds is None:
+            return None
+        return max(self.step_seconds - self.wait_seconds + self.cpu_seconds, self.wait_seconds)
 
 
 def loader_facts(table: StepTable, rows: Sequence[int], wait_seconds: float) -> LoaderFacts:
@@ -107,10 +128,14 @@ def loader_facts(table: StepTable, rows: Sequence[int], wait_seconds: float) -> 
         cores = max(min(rank_cores, 1.0), min(cores, used + idle))
     queued = _usual([facts_of(timeline.samples).core_wait_share for timeline in timelines]) or 0.0
     needed = min(wait_seconds, mean(cpu) + queued * table.step_seconds) if cpu else None
+    is_prefetched = any(setup.get(events.SETUP_PREFETCH) for setup in setups)
+    if is_prefetched:
+        thread = _usual([facts_of(timeline.samples).thread_cores for timeline in timelines])
+        needed = None if thread is None else min(thread, 1.0) * table.step_seconds
     return LoaderFacts(
         statistics.median_low(workers) if workers else None, wait_seconds, table.step_seconds,
         needed, rank_cores, cores, min(threads, rank_cores), idle,
-        _usual([facts_of(timeline.samples).children_cores for timeline in timelines]),
+        _usual([facts_of(timeline.samples).children_cores for timeline in timelines]), is_prefetched,
     )  # fmt: skip
 
 
@@ -133,15 +158,35 @@ def loader_fixes(facts: LoaderFacts) -> tuple[list[str], list[Fix]]:
                 {"loader_workers": count},
             )
         )
+    if thread := _thread_fix(facts):
+        fixes.append(thread)
     less = "do less for a sample: decode and resize once and keep the result, or use a cheaper decoder"
     if facts.is_cpu_work:
         more_cores = "; or give each rank more cores (fewer ranks on a host)"
-        left = max(0.0, facts.wait_seconds - saved) if fixes else facts.wait_seconds
-        gain = Gain(left, "the CPU work of a batch that is left, if nothing remains to do for a sample")
+        gain = Gain(
+            facts.wait_seconds, "the CPU work of a batch that is left, if nothing remains to do for a sample"
+        )
         fixes.append(Fix(less + more_cores, "", gain if not fixes else None))
     else:
         fixes.append(Fix(f"{less}; or a faster place for the data"))
     return evidence, fixes
+
+
+def _thread_fix(facts: LoaderFacts) -> Fix | None:
+    step = facts.step_prefetched
+    saved = 0.0 if step is None else min(facts.wait_seconds, facts.step_seconds - step)
+    if saved < max(LEAST_SHARE * facts.step_seconds, 0.1 * facts.wait_seconds):
+        return None
+    basis = (
+        f"the longer of: a batch's {format_seconds(facts.wait_seconds)}, and the rest of the step with the "
+        f"{format_seconds(facts.cpu_seconds or 0.0)} of CPU work of a batch, as if all of it held Python's lock"
+    )
+    return Fix(
+        "load batches in a thread of this process, ahead of time",
+        "loader = fd.prefetch(loader)",
+        Gain(saved, basis),
+        {events.SETUP_PREFETCH: 2},
+    )
 
 
 def capped(fix: Fix, seconds: float) -> Fix:
@@ -152,7 +197,11 @@ def capped(fix: Fix, seconds: float) -> Fix:
 
 def _evidence(facts: LoaderFacts) -> list[str]:
     lines = []
-    if facts.workers == 0 and facts.cpu_seconds is not None and facts.wait_seconds > 0:
+    if not facts.workers and facts.is_prefetched:
+        share = None if facts.cpu_seconds is None else format_share(facts.cpu_seconds / facts.step_seconds)
+        used = "" if share is None else f", and computes {share} of the time"
+        lines.append(f"a thread of fd.prefetch loads the batches{used}")
+    elif facts.workers == 0 and facts.cpu_seconds is not None and facts.wait_seconds > 0:
         share = min(1.0, facts.cpu_seconds / facts.wait_seconds)
         lines.append(
             f"the training thread loads its batches itself (num_workers=0), and {format_share(share)} of the "
@@ -179,7 +228,7 @@ def _basis(facts: LoaderFacts, count: int) -> str:
             f"{format_seconds(facts.step_seconds)}; {count} in proportion"
         )
     return (
-        f"the longest of: the rest of the step, a batch's {format_seconds(facts.wait_seconds)} over {count} "
+        f"the longest of: the rest of the step, a batch's {format_seconds(facts.batch_seconds)} over {count} "
         f"workers, and the CPU work of a step over {facts.cores:.2g} cores"
     )
 

@@ -1,0 +1,1 @@
+"""Batches that a thread draws, ahead of the loop that uses them."""

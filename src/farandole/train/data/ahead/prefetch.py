@@ -1,0 +1,286 @@
+"""`fd.prefetch`: a thread loads batches, and copies them to the device, while the step before computes.
+
+::
+
+    for x, y in fd.prefetch(loader, depth=2):
+        ...
+
+What a batch does where it is handed out happens when the loop gets it: see [Note: drawn ahead, told later] in
+`told_later`. The first batch of each iteration is drawn by the loop's thread, which would wait for it anyway:
+where epochs begin, ranks may send each other their order, and workers start.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from threading import Lock
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader
+
+from ....comm.device.streams import streams_of
+from ....comm.world.world import has_world, world
+from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.events import DataWait
+from ....core.vocabulary.notice import write_notice
+from ....parallel.instrument.training_facts import note_loader
+from ..loader import ShardedLoader
+from ..loader_watch import leave_out, samples_of
+from ..random_state import generator_states
+from ..worker_cores import on_worker_cores, worker_cores
+from .ahead_thread import AheadThread, draw_into
+from .device_copies import DeviceCopies, SentBatch
+from .told_later import DrawnAhead, Handover, Tell, drawing_for, drawn_ahead
+
+T = TypeVar("T")
+
+_JOIN_SECONDS = 2.0
+"""How long a loop that is left waits for a batch that is being drawn: one of a loader that hangs never comes."""
+_DRAWS_NUMBERS = (
+    "warning: fd.prefetch: this loader draws random numbers from the generators of the training, in a thread now: "
+    "which batch gets which, and which dropout gets, depends on timing. With num_workers=1 or more the random "
+    "numbers of a loader of fd.shard go by the place in the data, and a run repeats to the bit"
+)
+
+
+def prefetch(loader: Iterable[T], *, depth: int = 2, device: torch.device | str | None = None) -> Prefetched[T]:
+    """Return an iterable of the batches of `loader` that loads them in a thread, ahead of the loop.
+
+    Args:
+        loader: of `fd.shard`, a DataLoader with or without workers, or any other iterable of batches. An iterator,
+            such as a generator, is read ahead: what was drawn and not used comes in the next iteration.
+        depth: how many batches may have been drawn beyond the one that the loop has.
+        device: where tensors in dicts, lists and tuples are copied, by way of pinned memory. By default the
+            device of `fd.world()`. On the CPU nothing is copied.
+
+    Returns:
+        An iterable with the length of `loader` and its attributes (``set_epoch``, ``sampler``, ``state_dict``). An
+        error of the loader is raised in the loop, in the place of its batch. Saved states, weights of batches and
+        recorded waits are those of the batch that the loop has.
+
+    Raises:
+        ConfigError: `loader` is no iterable, `depth` is no number from 1, or `device` is none.
+
+    Example::
+
+        loader = fd.prefetch(fd.shard(loader), depth=2)
+        for epoch in range(epochs):
+            for x, y in loader:
+                ...
+    """
+    if not hasattr(loader, "__iter__"):
+        raise ConfigError(f"prefetch: expected an iterable of batches, got {type(loader).__name__}")
+    if type(depth) is not int or depth < 1:
+        raise ConfigError(f"prefetch: depth is {depth!r}, expected a number of batches from 1")
+    return Prefetched(loader, depth, None if device is None else _read_device(device))
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """A batch that was drawn, with what is to be done when the loop has it."""
+
+    sent: SentBatch
+    tells: list[Tell]
+
+
+class _Reader(Generic[T]):
+    """Draws from one iterator, in whichever thread asks. Holds nothing of the loop, which may be dropped."""
+
+    def __init__(self, iterator: Iterator[T], ahead: DrawnAhead, copies: DeviceCopies | None, alone: Lock) -> None:
+        self.iterator: Iterator[T] | None = iterator
+        """None when the loop was left."""
+        self.ahead, self.copies = ahead, copies
+        self._draws_alone = alone
+        self._has_gradients = torch.is_grad_enabled()
+        self.thread = AheadThread(self.draw, ahead.depth, "farandole-prefetch")
+        self.has_ended = False
+        """Whether the loop has seen the end."""
+
+    def draw(self) -> _Ready:
+        """Draw the next batch and send it to the device."""
+        with self._draws_alone, drawing_for(self.ahead), torch.set_grad_enabled(self._has_gradients):
+            if self.iterator is None:
+                raise StopIteration
+            batch = next(self.iterator)
+            sent = SentBatch(batch, {}, None) if self.copies is None else self.copies.send(batch)
+            return _Ready(sent, self.ahead.take())
+
+    def go_on(self) -> _Reader[T]:
+        """Return one that draws what comes next, after this one's thread has ended."""
+        assert self.iterator is not None, "an iterator that is the loader is kept"
+        later = _Reader(self.iterator, self.ahead, self.copies, self._draws_alone)
+        for drawn in self.thread.rest():
+            later.thread.put(drawn)
+        return later
+
+    def leave(self, goes_on: bool) -> None:
+        """End the thread; unless `goes_on`, end the iteration, too."""
+        self.thread.close(_JOIN_SECONDS)
+        if goes_on:
+            return
+        for end in self.ahead.ends:
+            end()
+        self.iterator = None
+
+
+class Prefetched(Generic[T]):
+    """The batches of a loader, drawn ahead. Made by `prefetch`; all else is asked of the loader."""
+
+    _times_iteration = True
+    """For `fd.record`: waits are recorded already."""
+
+    def __init__(self, loader: Iterable[T], depth: int, device: torch.device | None) -> None:
+        self.loader = loader
+        self.depth = depth
+        self._device = device
+        self._draws_alone = Lock()
+        self._reader: _Reader[T] | None = None
+        """That of the iteration that began last."""
+        self._batches: weakref.ref[PrefetchedBatches[T]] | None = None
+        self._is_looked_at = not isinstance(loader, DataLoader)
+        """Whether it was seen if the loader draws random numbers."""
+
+    def __iter__(self) -> Iterator[T]:
+        if drawn_ahead() is not None:
+            raise ConfigError(
+                "fd.prefetch: a loop over it is inside what another fd.prefetch reads ahead",
+                remedy="use one of the two",
+            )
+        before, running = self._reader, None if self._batches is None else self._batches()
+        if before is not None and before.thread.is_closed:
+            before.thread.join()  # two threads would draw at a time
+        elif before is not None and before.iterator is self.loader and running is not None:
+            return running  # as of the iterator itself, loops over it share what comes
+        if before is not None and before.iterator is self.loader:
+            self._reader = before.go_on()
+        else:
+            self._reader = self._open()
+        looks = not self._is_looked_at and not getattr(self.loader, "num_workers", 0)
+        self._is_looked_at = True
+        batches = PrefetchedBatches(self._reader, is_iterator=self._reader.iterator is self.loader, looks=looks)
+        self._batches = weakref.ref(batches)
+        return batches
+
+    def __len__(self) -> int:
+        """Return that of the loader; raise `TypeError` where it has none."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "loader":  # of a copy that is being made
+            raise AttributeError(name)
+        value = getattr(self.loader, name)
+        if isinstance(self.loader, ShardedLoader):  # counts what the loop has
+            return value
+        if name == "state_dict":
+            return partial(self._state, value)
+        return partial(self._load, value) if name == "load_state_dict" else value
+
+    def _state(self, state_dict: Callable[[], Any]) -> Any:
+        if self._reader is not None and not self._reader.has_ended:
+            raise ConfigError(
+                f"fd.prefetch: the state of a {type(self.loader).__name__} in an epoch counts batches that were "
+                "drawn ahead and that the loop has not had: a run that resumed there would miss them",
+                remedy="save the state at the end of an epoch, or prefetch a loader of fd.shard",
+            )
+        return state_dict()
+
+    def _load(self, load_state_dict: Callable[[Any], Any], state: Any) -> Any:
+        if self._reader is not None:
+            self._reader.thread.close()
+            self._reader = None
+        return load_state_dict(state)
+
+    def _open(self) -> _Reader[T]:
+        ahead = DrawnAhead(self.depth)
+        with drawing_for(ahead), on_worker_cores():
+            iterator = iter(self.loader)
+        leave_out(iterator)
+        if has_world() and not isinstance(self.loader, ShardedLoader):
+            note_loader(world(), self.loader, len(worker_cores()) or None, self.depth)
+        return _Reader(iterator, ahead, self._copies(), self._draws_alone)
+
+    def _copies(self) -> DeviceCopies | None:
+        ours = world().device if has_world() else torch.device("cpu")
+        device = ours if self._device is None else self._device
+        if device.type == ours.type and device.index is None:
+            device = ours
+        elif device.type != "cpu" and device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
+        streams = streams_of(device)
+        return None if streams is None else DeviceCopies(device, streams)
+
+
+class PrefetchedBatches(Iterator[T]):
+    """One iteration. When it is dropped, its thread ends."""
+
+    def __init__(self, reader: _Reader[T], *, is_iterator: bool, looks: bool) -> None:
+        """`is_iterator`: what it draws from goes on afterwards; `looks`: whether random numbers are drawn."""
+        self._reader = reader
+        self._looks = looks
+        self._is_started = False
+        self._leave = weakref.finalize(self, reader.leave, is_iterator)
+
+    def __next__(self) -> T:
+        begin, cpu = time.monotonic(), time.thread_time()
+        reader = self._reader
+        if not self._is_started:
+            self._start()
+        try:
+            ready = reader.thread.take()
+        except BaseException as error:
+            if reader.thread.is_closed:  # not so where this thread was interrupted, and the other goes on
+                reader.has_ended = isinstance(error, StopIteration)
+                _tell(reader.ahead.take(), Handover(begin, cpu))
+                self._leave()
+            raise
+        handover, batch = Handover(begin, cpu), ready.sent.batch
+        if reader.copies is not None:
+            reader.copies.receive(ready.sent)
+            handover.copies = ready.sent.copies
+        if ready.tells:
+            _tell(ready.tells, handover)
+        elif has_world() and torch.is_grad_enabled():
+            wait = handover.wait()
+            world().session.recorder.record(DataWait(*wait[:2], samples_of(batch), wait.cpu_seconds))
+        result: T = batch
+        return result
+
+    def _start(self) -> None:
+        """Draw the first batch here, and let the thread go on."""
+        self._is_started = True
+        reader = self._reader
+        reader.ahead.may_begin = True
+        if reader.thread.is_empty:
+            reader.thread.put(draw_into(reader.draw))
+        if self._looks and not reader.thread.has_ended:  # the first draw may begin a sampler, which takes a number
+            before = generator_states()
+            reader.thread.put(draw_into(reader.draw))
+            if generator_states() != before and (not has_world() or world().is_main):
+                write_notice(_DRAWS_NUMBERS)
+        reader.ahead.may_begin = False
+        with on_worker_cores():  # which the thread has from the one that starts it
+            reader.thread.start()
+
+
+def _tell(tells: list[Tell], handover: Handover) -> None:
+    for each in tells:
+        each(handover)
+
+
+def _read_device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as problem:
+        raise ConfigError(f"prefetch: device {device!r} is none: {problem}") from None
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found.type != "cpu" and (here is None or here.type != found.type):
+        raise ConfigError(
+            f"prefetch: device {device!r} is not there: this process has "
+            f"{'the CPU alone' if here is None else f'the CPU and {here.type}'}"
+        )
+    return found
