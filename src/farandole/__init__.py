@@ -44,7 +44,6 @@ if _typing.TYPE_CHECKING:
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
-    from .train.data.ahead.prefetch import prefetch
     from .train.data.loader import shard
     from .train.distribute import averaged, distribute
     from .train.fused.chunked_cross_entropy import chunked_cross_entropy
@@ -54,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from .train.phase import phase
     from .train.planning.find_plan import find_plan
     from .train.preemption import preempted
+    from .train.prefetch.prefetch import prefetch
     from .train.printing import print  # noqa: A004 - the field's name
     from .train.progress import log
     from .train.record import record
@@ -110,7 +110,7 @@ _HOME = {
     "main_first": "train.turns",
     "phase": "train.phase",
     "preempted": "train.preemption",
-    "prefetch": "train.data.ahead.prefetch",
+    "prefetch": "train.prefetch.prefetch",
     "print": "train.printing",
     "mean": "train.reduce",
     "NoiseScale": "train.noise.noise_scale",

@@ -50,7 +50,7 @@ class _Copy:
 class _Streams:
     """See `Streams`: copies of its own are those that nobody waits for."""
 
-    current, side, model = "main", "side", "meta"
+    current, side, copies, model = "main", "side", "copies", "meta"
 
     @contextmanager
     def on(self, stream: str) -> Generator[None, None, None]:
@@ -60,6 +60,9 @@ class _Streams:
         return "event"
 
     def wait(self, event: str) -> None:
+        pass
+
+    def keep(self, tensor: torch.Tensor) -> None:
         pass
 
     def to_host(self, tensor: torch.Tensor) -> _Copy:

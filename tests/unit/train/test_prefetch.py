@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import farandole as fd
 from farandole.comm.device.streams import simulate_device
-from farandole.train.data.ahead import prefetch
 from farandole.train.data.ahead.ahead_thread import AheadThread
-from farandole.train.data.ahead.device_copies import DeviceCopies
+from farandole.train.prefetch import prefetch
+from farandole.train.prefetch.device_copies import DeviceCopies
 from tests.simulated_device import Race, SimulatedDevice
 
 COUNT = 23
@@ -127,7 +127,8 @@ def numbers_until(limit: int) -> Iterator[int]:
     "made", [lambda: numbers_until(3), lambda: DataLoader(Numbers(fails_at=3), batch_size=None)]
 )
 def test_an_error_of_the_loader_is_raised_in_the_place_of_its_batch(made: Callable[[], Any]) -> None:
-    loader, found = fd.prefetch(made(), depth=8), []
+    loader = fd.prefetch(made(), depth=8)
+    found: list[int] = []
     with pytest.raises(OSError, match="no number 3") as raised:
         found.extend(int(each) for each in loader)
     assert found == [0, 1, 2]

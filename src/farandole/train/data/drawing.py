@@ -42,14 +42,13 @@ class LoaderState:
         self._seed = seed
         self.parts: RankSampler | RankBatches | None = None
         self.stream: divide_stream | None = None
-        self.draws = 0
         self.latest = here.session.keep(LatestLoop, LatestLoop)
         self.is_chosen = False
         """Whether `set_epoch` said which epoch comes next."""
         self.loop: Loop | None = None
         """The iteration that began last."""
         self.drawn: Loop | None = None
-        """The iteration that handed out a batch last."""
+        """The iteration that drew a batch last."""
         self._upcoming: EpochPlan | None = None
         self.draws_alone = threading.Lock()
         """Held while a batch is drawn: a thread of `fd.prefetch` and another loop may do so at a time."""
@@ -112,7 +111,7 @@ class LoaderState:
             ahead.ends.append(end)
         try:
             for batch in batches:
-                if not self.draws:
+                if self.drawn is None:
                     raise no_draw(kind, "yields batches that it does not get from super().__iter__()")
                 end.loop = self.drawn
                 yield batch
@@ -278,7 +277,6 @@ class Drawing:
         except StopIteration:
             tell(self._epoch_ends)
             raise
-        own.draws += 1
         own.drawn = loop
         if isinstance(drawn, ShardedBatch):
             batch, part, used = drawn.batch, drawn.part, own.partition.whole

@@ -198,8 +198,8 @@ def capped(fix: Fix, seconds: float) -> Fix:
 def _evidence(facts: LoaderFacts) -> list[str]:
     lines = []
     if not facts.workers and facts.is_prefetched:
-        share = None if facts.cpu_seconds is None else format_share(facts.cpu_seconds / facts.step_seconds)
-        used = "" if share is None else f", and computes {share} of the time"
+        share = None if facts.cpu_seconds is None else facts.cpu_seconds / facts.step_seconds
+        used = "" if share is None else f", and computes {format_share(share)} of the time"
         lines.append(f"a thread of fd.prefetch loads the batches{used}")
     elif facts.workers == 0 and facts.cpu_seconds is not None and facts.wait_seconds > 0:
         share = min(1.0, facts.cpu_seconds / facts.wait_seconds)

@@ -1,1 +1,1 @@
-"""Batches that a thread draws, ahead of the loop that uses them."""
+"""What draws ahead of a loop, and what is put off until the loop has a batch."""

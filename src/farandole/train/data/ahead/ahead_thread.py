@@ -27,7 +27,7 @@ _LOOK_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn(Generic[T]):
+class DrawnValue(Generic[T]):
     """A value, or what came in its place."""
 
     value: T | None
@@ -35,12 +35,12 @@ class Drawn(Generic[T]):
     """Raised by the draw; `StopIteration` behind the last value."""
 
 
-def draw_into(draw: Callable[[], T]) -> Drawn[T]:
+def draw_into(draw: Callable[[], T]) -> DrawnValue[T]:
     """Return what `draw` returns or raises."""
     try:
-        return Drawn(draw())
+        return DrawnValue(draw())
     except BaseException as error:  # whatever it is: raised where the value is taken
-        return Drawn(None, error)
+        return DrawnValue(None, error)
 
 
 class AheadThread(Generic[T]):
@@ -51,21 +51,22 @@ class AheadThread(Generic[T]):
         self._depth = depth
         self._places: SimpleQueue[bool] = SimpleQueue()
         """One entry for each value that may be drawn; False: no more."""
-        self._values: SimpleQueue[Drawn[T]] = SimpleQueue()
+        self._values: SimpleQueue[DrawnValue[T]] = SimpleQueue()
         self._thread = Thread(target=self._run, name=name, daemon=True)
         self.has_ended = False
         """Whether the last value was drawn before the thread began."""
         self._surplus = 0
         """Values that were drawn before it began, beyond `depth`: taking them makes no place."""
-        self.is_closed = False
+        self.is_started = self.is_closed = False
 
-    def put(self, drawn: Drawn[T]) -> None:
+    def put(self, drawn: DrawnValue[T]) -> None:
         """Add what was drawn elsewhere, before the thread begins."""
         self.has_ended = drawn.error is not None
         self._values.put(drawn)
 
     def start(self) -> None:
         """Begin to draw."""
+        self.is_started = True
         ready = self._values.qsize()
         self._surplus = max(0, ready - self._depth)
         for _ in range(0 if self.has_ended else self._depth - ready):
@@ -96,7 +97,7 @@ class AheadThread(Generic[T]):
                     del drawn  # it has this frame in its traceback
             if self._surplus:
                 self._surplus -= 1
-            else:
+            elif self.is_started:
                 self._places.put(True)
             return drawn.value  # type: ignore[return-value] # None where the draw returned it
         raise StopIteration
@@ -118,10 +119,10 @@ class AheadThread(Generic[T]):
         self._draw = None
         return True
 
-    def rest(self) -> list[Drawn[T]]:
+    def rest(self) -> list[DrawnValue[T]]:
         """Return what was drawn and not taken, in order, when the thread has ended."""
         self.close()
-        rest: list[Drawn[T]] = []
+        rest: list[DrawnValue[T]] = []
         while not self._values.empty():
             rest.append(self._values.get())
         return rest

@@ -20,7 +20,7 @@ import torch
 from ....comm.batch_weight.nested_tensors import tensors_in
 
 
-class Wait(NamedTuple):
+class LoopWait(NamedTuple):
     """How long the loop waited for a batch."""
 
     begin_seconds: float
@@ -36,14 +36,14 @@ class Handover:
     def __init__(self, begin_seconds: float, begin_cpu_seconds: float) -> None:
         """Begun at these times, monotonic and of the thread's CPU; it ends now."""
         end = time.monotonic()
-        self._wait = Wait(begin_seconds, end, time.thread_time() - begin_cpu_seconds)
+        self._wait = self.whole_wait = LoopWait(begin_seconds, end, time.thread_time() - begin_cpu_seconds)
         self.copies: Mapping[int, torch.Tensor] = {}
         """What the loop gets instead of a tensor that was drawn, by the latter's identity."""
 
-    def wait(self) -> Wait:
+    def wait(self) -> LoopWait:
         """Return the wait, once: of several batches that are handed over as one, the first has it."""
         wait = self._wait
-        self._wait = Wait(wait.end_seconds, wait.end_seconds, 0.0)
+        self._wait = LoopWait(wait.end_seconds, wait.end_seconds, 0.0)
         return wait
 
     def tensors_of(self, batch: Any) -> Any:
@@ -81,13 +81,13 @@ _thread = threading.local()
 
 
 def drawn_ahead() -> DrawnAhead | None:
-    """Return where this thread puts things off; None: it draws for nobody else."""
+    """Return where this thread puts things off; None: it uses what it draws itself."""
     found: DrawnAhead | None = getattr(_thread, "drawn_ahead", None)
     return found
 
 
 def depth_ahead() -> int | None:
-    """Return how many batches are drawn ahead here; None: this thread draws for nobody else."""
+    """Return how many batches are drawn ahead here; None: this thread uses what it draws itself."""
     ahead = drawn_ahead()
     return None if ahead is None else ahead.depth
 

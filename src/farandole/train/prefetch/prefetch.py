@@ -23,19 +23,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
-from ....comm.device.streams import streams_of
-from ....comm.world.world import has_world, world
-from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.events import DataWait
-from ....core.vocabulary.notice import write_notice
-from ....parallel.instrument.training_facts import note_loader
-from ..loader import ShardedLoader
-from ..loader_watch import leave_out, samples_of
-from ..random_state import generator_states
-from ..worker_cores import on_worker_cores, worker_cores
-from .ahead_thread import AheadThread, draw_into
+from ...comm.device.streams import streams_of
+from ...comm.world.world import has_world, world
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import DataWait
+from ...core.vocabulary.notice import write_notice
+from ...parallel.instrument.training_facts import note_loader
+from ..data.ahead.ahead_thread import AheadThread, draw_into
+from ..data.ahead.told_later import DrawnAhead, Handover, Tell, drawing_for, drawn_ahead
+from ..data.loader import ShardedLoader
+from ..data.loader_watch import leave_out, samples_of
+from ..data.random_state import generator_states
+from ..data.worker_cores import on_worker_cores, worker_cores
 from .device_copies import DeviceCopies, SentBatch
-from .told_later import DrawnAhead, Handover, Tell, drawing_for, drawn_ahead
+from .worker_choice import WorkerChoice, open_choice, set_workers
 
 T = TypeVar("T")
 
@@ -48,23 +49,32 @@ _DRAWS_NUMBERS = (
 )
 
 
-def prefetch(loader: Iterable[T], *, depth: int = 2, device: torch.device | str | None = None) -> Prefetched[T]:
+def prefetch(
+    loader: Iterable[T],
+    *,
+    depth: int = 2,
+    device: torch.device | str | None = None,
+    workers: str | None = None,
+) -> Prefetched[T]:
     """Return an iterable of the batches of `loader` that loads them in a thread, ahead of the loop.
 
     Args:
         loader: of `fd.shard`, a DataLoader with or without workers, or any other iterable of batches. An iterator,
             such as a generator, is read ahead: what was drawn and not used comes in the next iteration.
         depth: how many batches may have been drawn beyond the one that the loop has.
-        device: where tensors in dicts, lists and tuples are copied, by way of pinned memory. By default the
+        device: where tensors in dicts, lists and tuples are copied, through pinned memory. By default the
             device of `fd.world()`. On the CPU nothing is copied.
+        workers: if "auto", a DataLoader without workers gets as many as its batches and the steps are measured to
+            need, from the second epoch on; rank 0 says what it chose and why. One that has workers keeps them.
 
     Returns:
         An iterable with the length of `loader` and its attributes (``set_epoch``, ``sampler``, ``state_dict``). An
-        error of the loader is raised in the loop, in the place of its batch. Saved states, weights of batches and
+        error of the loader is raised in the loop, where its batch would have come. Saved states, batch weights and
         recorded waits are those of the batch that the loop has.
 
     Raises:
-        ConfigError: `loader` is no iterable, `depth` is no number from 1, or `device` is none.
+        ConfigError: `loader` is no iterable, `depth` is no number from 1, `device` is none, or `workers` is "auto"
+            and `loader` no DataLoader of a dataset with indexes.
 
     Example::
 
@@ -77,7 +87,13 @@ def prefetch(loader: Iterable[T], *, depth: int = 2, device: torch.device | str 
         raise ConfigError(f"prefetch: expected an iterable of batches, got {type(loader).__name__}")
     if type(depth) is not int or depth < 1:
         raise ConfigError(f"prefetch: depth is {depth!r}, expected a number of batches from 1")
-    return Prefetched(loader, depth, None if device is None else _read_device(device))
+    if workers not in (None, "auto"):
+        raise ConfigError(
+            f'prefetch: workers is {workers!r}, expected "auto"',
+            remedy="give a number to the DataLoader: num_workers=",
+        )
+    choice = None if workers is None else open_choice(loader)
+    return Prefetched(loader, depth, None if device is None else _read_device(device), choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +150,13 @@ class Prefetched(Generic[T]):
     _times_iteration = True
     """For `fd.record`: waits are recorded already."""
 
-    def __init__(self, loader: Iterable[T], depth: int, device: torch.device | None) -> None:
+    def __init__(
+        self, loader: Iterable[T], depth: int, device: torch.device | None, choice: WorkerChoice | None
+    ) -> None:
         self.loader = loader
         self.depth = depth
         self._device = device
+        self._choice = choice
         self._draws_alone = Lock()
         self._reader: _Reader[T] | None = None
         """That of the iteration that began last."""
@@ -146,11 +165,6 @@ class Prefetched(Generic[T]):
         """Whether it was seen if the loader draws random numbers."""
 
     def __iter__(self) -> Iterator[T]:
-        if drawn_ahead() is not None:
-            raise ConfigError(
-                "fd.prefetch: a loop over it is inside what another fd.prefetch reads ahead",
-                remedy="use one of the two",
-            )
         before, running = self._reader, None if self._batches is None else self._batches()
         if before is not None and before.thread.is_closed:
             before.thread.join()  # two threads would draw at a time
@@ -162,7 +176,8 @@ class Prefetched(Generic[T]):
             self._reader = self._open()
         looks = not self._is_looked_at and not getattr(self.loader, "num_workers", 0)
         self._is_looked_at = True
-        batches = PrefetchedBatches(self._reader, is_iterator=self._reader.iterator is self.loader, looks=looks)
+        is_iterator = self._reader.iterator is self.loader
+        batches = PrefetchedBatches(self._reader, self._choice, is_iterator=is_iterator, looks=looks)
         self._batches = weakref.ref(batches)
         return batches
 
@@ -196,6 +211,8 @@ class Prefetched(Generic[T]):
         return load_state_dict(state)
 
     def _open(self) -> _Reader[T]:
+        if self._choice is not None:
+            set_workers(self.loader, self._choice.begin())
         ahead = DrawnAhead(self.depth)
         with drawing_for(ahead), on_worker_cores():
             iterator = iter(self.loader)
@@ -207,10 +224,9 @@ class Prefetched(Generic[T]):
     def _copies(self) -> DeviceCopies | None:
         ours = world().device if has_world() else torch.device("cpu")
         device = ours if self._device is None else self._device
-        if device.type == ours.type and device.index is None:
-            device = ours
-        elif device.type != "cpu" and device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+        if device.type != "cpu" and ":" not in str(device):  # a thread has a current device of its own
+            here = torch.accelerator.current_device_index()
+            device = ours if device.type == ours.type else torch.device(device.type, here)
         streams = streams_of(device)
         return None if streams is None else DeviceCopies(device, streams)
 
@@ -218,17 +234,24 @@ class Prefetched(Generic[T]):
 class PrefetchedBatches(Iterator[T]):
     """One iteration. When it is dropped, its thread ends."""
 
-    def __init__(self, reader: _Reader[T], *, is_iterator: bool, looks: bool) -> None:
+    def __init__(self, reader: _Reader[T], choice: WorkerChoice | None, *, is_iterator: bool, looks: bool) -> None:
         """`is_iterator`: what it draws from goes on afterwards; `looks`: whether random numbers are drawn."""
         self._reader = reader
+        self._choice = choice
         self._looks = looks
-        self._is_started = False
         self._leave = weakref.finalize(self, reader.leave, is_iterator)
 
     def __next__(self) -> T:
         begin, cpu = time.monotonic(), time.thread_time()
         reader = self._reader
-        if not self._is_started:
+        if drawn_ahead() is not None:
+            raise ConfigError(
+                "fd.prefetch: a loop over it is inside what another fd.prefetch reads ahead",
+                remedy="use one of the two",
+            )
+        if self._choice is not None and self._choice.phase == "load":
+            reader.thread.put(draw_into(reader.draw))  # nothing beside it, to be timed
+        elif not reader.thread.is_started:
             self._start()
         try:
             ready = reader.thread.take()
@@ -239,6 +262,8 @@ class PrefetchedBatches(Iterator[T]):
                 self._leave()
             raise
         handover, batch = Handover(begin, cpu), ready.sent.batch
+        if self._choice is not None:
+            self._choice.note(handover.whole_wait)
         if reader.copies is not None:
             reader.copies.receive(ready.sent)
             handover.copies = ready.sent.copies
@@ -252,7 +277,6 @@ class PrefetchedBatches(Iterator[T]):
 
     def _start(self) -> None:
         """Draw the first batch here, and let the thread go on."""
-        self._is_started = True
         reader = self._reader
         reader.ahead.may_begin = True
         if reader.thread.is_empty:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-from ....comm.device.streams import Streams
+from ...comm.device.streams import Streams
 
 
 class SentBatch(NamedTuple):
@@ -57,8 +57,9 @@ class DeviceCopies:
         if isinstance(value, Mapping):
             return _rebuilt(value, {key: self._send(each, copies) for key, each in value.items()})
         if isinstance(value, PackedSequence):  # its batch sizes stay on the CPU
-            moved = value.to(self._device, non_blocking=True)
-            copies.update((id(old), new) for old, new in zip(value, moved, strict=True) if new is not old)
+            packed: Any = value
+            moved = packed.to(self._device, non_blocking=True)
+            copies.update((id(old), new) for old, new in zip(packed, moved, strict=True) if new is not old)
             return moved
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self._send(each, copies) for each in value))
