@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -50,7 +51,10 @@ def takes(seconds: float) -> Callable[[Callable[..., None]], Callable[..., None]
 
 
 def fresh(body: Callable[..., None]) -> Callable[..., None]:
-    """Play the decorated job in new processes: for what counts all that a process has. Below `@ranks`."""
+    """Play the decorated job in new processes: for what counts all that a process has. Below `@ranks`.
+
+    They start with the job's variables: for what is read when a module is imported.
+    """
     vars(body)["fresh"] = True
     return body
 
@@ -73,9 +77,18 @@ def ranks(*sizes: int, **variables: str) -> Callable[[Callable[..., None]], Call
             limit_seconds = vars(body).get("limit_seconds", LIMIT_SECONDS)
             size = arguments.pop("world_size", sizes[0])
             plain = {name: value for name, value in arguments.items() if name != "request"}
-            if vars(body).get("fresh"):
-                _pool.close()
-            _pool.play(size, _Job(file, body.__name__, plain, variables, limit_seconds))
+            job = _Job(file, body.__name__, plain, variables, limit_seconds)
+            if not vars(body).get("fresh"):
+                _pool.play(size, job)
+                return
+            _pool.close()
+            with patch.dict(os.environ, variables):
+                _pool.grow(size)
+            try:
+                _pool.play(size, job)
+            finally:
+                if variables:  # which these processes have for good
+                    _pool.close()
 
         signature = inspect.signature(body)
         if len(sizes) > 1:
@@ -128,7 +141,7 @@ class Pool:
             pytest.skip(reasons[0])
 
     def _play(self, size: int, job: _Job, reasons: list[str]) -> list[str]:
-        self._grow(size)
+        self.grow(size)
         port = free_port()
         for rank, (_, connection) in enumerate(self._workers[:size]):
             connection.send(replace(job, variables={**_place(rank, size, port), **job.variables}))
@@ -159,7 +172,8 @@ class Pool:
             process.join()
         self._workers = []
 
-    def _grow(self, size: int) -> None:
+    def grow(self, size: int) -> None:
+        """Start workers until there are `size`."""
         context: Any = multiprocessing.get_context(START_METHOD)
         known = len(self._workers)
         while len(self._workers) < size:

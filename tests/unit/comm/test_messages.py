@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.comm.codecs.error_feedback import FeedbackState
+from farandole.comm.codecs.error_feedback import FeedbackState, MomentumState
 from farandole.comm.codecs.exact import Exact, ExactByServer
 from farandole.comm.codecs.finite import is_finite, without_overflow
-from farandole.comm.codecs.momentum_correction import MomentumState
 from farandole.comm.codecs.quantize import Draws
 from farandole.comm.messages.all_reduce import ONE_ROUND_BYTES, add_rows, reduce_scatter_all_gather
 from farandole.comm.messages.message import (

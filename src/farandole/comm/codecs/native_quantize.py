@@ -14,7 +14,7 @@ an exchange looks once at what it was given, and at all that it receives; the re
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 
@@ -25,7 +25,7 @@ from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
 from .error_feedback import ErrorFeedback, FeedbackState
 from .finite import is_finite
 from .packing import BFloat16, Float16, Integers
-from .quantize import Packer, Quantized
+from .quantize import Packer, Quantized, received_rows
 
 _BFLOAT_BLOCK = 256
 """Elements at a time of a format without blocks."""
@@ -65,14 +65,14 @@ class NativeQuantize:
         for row, (value, residual, _, piece) in enumerate(rows):
             if row != mine:
                 loops.encode(value.data_ptr(), residual.data_ptr(), piece.data_ptr(), count, block)
-        pieces = _received((yield Message(packed, "all_to_all")), packed)
+        pieces = received_rows((yield Message(packed, "all_to_all")), packed, "native loops")
         summary = torch.empty_like(packed[0])
         value, residual, _, _ = rows[mine]
         loops.add_up(
             value.data_ptr(), residual.data_ptr(), pieces.data_ptr(), pieces.stride(0), mine, group.size,
             summary.data_ptr(), count, block,
         )  # fmt: skip
-        summaries = _received((yield Message(summary, "all_gather")), packed)
+        summaries = received_rows((yield Message(summary, "all_gather")), packed, "native loops")
         finite = True
         for (value, _, next_residual, _), piece in zip(rows, summaries, strict=True):
             finite &= bool(loops.land(piece.data_ptr(), value.data_ptr(), next_residual.data_ptr(), count, block))
@@ -106,20 +106,27 @@ def _row_bytes(packer: BFloat16 | Float16 | Integers, count: int) -> int:
     return -(-packer.packed_bytes(count) // 4) * 4
 
 
-def _received(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return what has arrived, without gaps. Raises `ValueError` for another size or type than `like` has."""
-    if rows.shape != like.shape or rows.dtype != like.dtype or not rows.is_cpu:
-        raise ValueError(
-            f"native loops: received {rows.dtype} of shape {tuple(rows.shape)} on {rows.device.type}, "
-            f"expected {like.dtype} of shape {tuple(like.shape)} on cpu"
-        )
-    return rows.contiguous()
-
-
 @cache
 def _tried(made: NativeQuantize) -> NativeQuantize | None:
     """Return the loops if they give the eager code's bits."""
     packer, block = made.packer, made.block
+    group = GroupRank(1, 3)
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(3, 9 * block, dtype=torch.float32, generator=generator)
+    units = [unit * power for unit, power in zip(drawn, (1.0, 1e30, 1e-30), strict=True)]
+    pairs = zip(
+        trial_results(made.exchange, units, group),
+        trial_results(eager_exchange(packer), units, group),
+        strict=True,
+    )
+    if all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs):
+        return made
+    logging.getLogger("farandole").debug("no native loops for %s: other bits than the eager code's", made.how)
+    return None
+
+
+def eager_exchange(packer: Packer) -> Eager:
+    """Return what kernels of `packer` are compared with: the eager codec with error feedback."""
     codec = ErrorFeedback(Quantized(packer))
 
     def eager(unit: torch.Tensor, state: FeedbackState, group: GroupRank) -> Exchange:
@@ -127,27 +134,27 @@ def _tried(made: NativeQuantize) -> NativeQuantize | None:
         unit.copy_(mean)
         return Exchanged(is_finite(mean), state)
 
-    first = codec.init(torch.empty(9 * block, dtype=torch.float32), GroupRank(1, 3))
-    pairs = zip(_seen(made.exchange, first), _seen(eager, first), strict=True)
-    if all(torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8)) for ours, theirs in pairs):
-        return made
-    logging.getLogger("farandole").debug("no native loops for %s: other bits than the eager code's", made.how)
-    return None
+    return eager
 
 
-def _seen(exchange: Eager, state: FeedbackState) -> list[torch.Tensor]:
-    """Return all that the middle one of three ranks sends and keeps in three steps."""
-    seen: list[torch.Tensor] = []
-    state = FeedbackState(state.residual.clone(), state.spare.clone(), state.codec)
-    generator = torch.Generator().manual_seed(1)
-    for power in (1.0, 1e30, 1e-30):
-        unit = torch.randn(state.residual.numel(), dtype=torch.float32, generator=generator) * power
-        rounds = exchange(unit, state, GroupRank(1, 3))
-        first = next(rounds).tensor[[0, 2]]  # the row between them is not sent
-        second = rounds.send(first[[0, 0, 1]]).tensor
+def trial_results(exchange: Eager, units: Sequence[torch.Tensor], group: GroupRank) -> list[torch.Tensor]:
+    """Exchange copies of `units` in as many steps, alone; return all that this rank sends, gets and keeps in each.
+
+    The other ranks' messages are made of this rank's own. There is no residual at first.
+    """
+    results: list[torch.Tensor] = []
+    sources = [row if row != group.rank else (row + 1) % group.size for row in range(group.size)]
+    state = FeedbackState(torch.zeros_like(units[0]), torch.zeros_like(units[0]), None)
+    for each in units:
+        unit = each.clone()
+        rounds = exchange(unit, state, group)
+        pieces = next(rounds).tensor
+        others = [pieces[row].clone() for row in range(group.size) if row != group.rank]  # its own is not sent
+        summary = rounds.send(torch.stack([pieces[row] for row in sources])).tensor
         try:
-            rounds.send(second.expand(3, -1))
+            rounds.send(summary.expand(group.size, -1))
         except StopIteration as end:
-            state = end.value.state
-        seen += [first, second.clone(), unit, state.residual.clone()]
-    return seen
+            finite, state = end.value
+        results += [*others, summary.clone(), unit, state.residual.clone()]
+        results.append(torch.as_tensor(finite, dtype=torch.bool))
+    return results

@@ -1,4 +1,4 @@
-"""How numbers become bytes: 16-bit floats, 8- and 4-bit integers in blocks, signs.
+"""How numbers become bytes: 16- and 8-bit floats, 8- and 4-bit integers in blocks, signs.
 
 Every packed piece is laid out as [scales][numbers]. Scales are float32, one a block. A block of zeros packs
 to zeros; a scale that underflows packs its block to zeros (the residual keeps it).
@@ -66,7 +66,7 @@ class Float16:
         rows.mul_(scales.view(-1, 1))
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, numbers = _parts(packed, 16, self.block)
+        scales, numbers = parts_of(packed, 16, self.block)
         return scales, numbers.view(torch.float16).view(-1, self.block)
 
 
@@ -95,13 +95,7 @@ class Integers:
         """See `Packer`."""
         scales, numbers = self._parts(packed)
         rows = values.view(-1, self.block)
-        work = torch.abs(rows)
-        steps = scales.view(-1, 1)
-        torch.amax(work, 1, keepdim=True, out=steps)
-        steps.div_(self.top)
-        # A block whose step underflows is sent as zeros.
-        steps.masked_fill_(steps < 1e-37, 0.0)
-        torch.mul(rows, steps.reciprocal().masked_fill_(steps == 0, 0.0), out=work)
+        work = _in_steps(rows, scales, self.top)
         if self.stochastic:
             work.add_(_noise(work, seed)).floor_().clamp_(-self.top, self.top)
         else:
@@ -126,8 +120,44 @@ class Integers:
         rows.mul_(scales.view(-1, 1))
 
     def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scales, numbers = _parts(packed, self.bits, self.block)
+        scales, numbers = parts_of(packed, self.bits, self.block)
         return scales, numbers.view(torch.int8)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Floats of 8 bits (e4m3fn: 4 bits of each number), scaled by the largest magnitude of each block.
+
+    Numbers down to 1/28,672 of the largest have 4 bits, rounded to nearest; smaller ones have less. The format has
+    NaN and no infinity: numbers are limited before the cast, so that none overflows to NaN. A block with NaN or
+    infinity is received as NaN.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    """
+
+    block: int = 256
+    stochastic: ClassVar[bool] = False
+    top: ClassVar[float] = 448.0
+
+    def packed_bytes(self, count: int) -> int:
+        """See `Packer`."""
+        return PackedFormat(8, self.block).packed_bytes(count)
+
+    def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        work = _in_steps(values.view(-1, self.block), scales, self.top)
+        numbers.copy_(work.clamp_(-self.top, self.top).view(-1))
+
+    def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Packer`."""
+        scales, numbers = self._parts(packed)
+        values.copy_(numbers)
+        values.view(-1, self.block).mul_(scales.view(-1, 1))
+
+    def _parts(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scales, numbers = parts_of(packed, 8, self.block)
+        return scales, numbers.view(torch.float8_e4m3fn)
 
 
 @dataclass(frozen=True)
@@ -146,7 +176,7 @@ class Signs:
 
     def pack(self, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
         """See `Packer`."""
-        scales, bits = _parts(packed, 1, self.block)
+        scales, bits = parts_of(packed, 1, self.block)
         torch.mean(values.view(-1, self.block).abs(), 1, out=scales)
         if values.is_cpu:
             bits.copy_(torch.from_numpy(np.packbits(np.signbit(values.numpy()))))
@@ -156,7 +186,7 @@ class Signs:
 
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
         """See `Packer`."""
-        scales, bits = _parts(packed, 1, self.block)
+        scales, bits = parts_of(packed, 1, self.block)
         if values.is_cpu:
             values.copy_(torch.from_numpy(np.unpackbits(bits.numpy())))
         else:
@@ -166,7 +196,20 @@ class Signs:
         torch.addcmul(column, rows, column, value=-2, out=rows)  # scale x (1 - 2 x bit)
 
 
-def _parts(packed: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_steps(rows: torch.Tensor, scales: torch.Tensor, top: float) -> torch.Tensor:
+    """Write each block's step, its largest magnitude / `top`, into `scales`; return the numbers in steps, anew.
+
+    A block whose step underflows has the step 0, and zeros.
+    """
+    work = torch.abs(rows)
+    steps = scales.view(-1, 1)
+    torch.amax(work, 1, keepdim=True, out=steps)
+    steps.div_(steps.new_full((), top))  # a number would be made a reciprocal on some devices, and round twice
+    steps.masked_fill_(steps < 1e-37, 0.0)
+    return torch.mul(rows, steps.reciprocal().masked_fill_(steps == 0, 0.0), out=work)
+
+
+def parts_of(packed: torch.Tensor, bits: int, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales of a packed piece, one a block, and the bytes of its numbers."""
     scale_bytes = 4 * (packed.numel() // (block * bits // 8 + 4))
     return packed[:scale_bytes].view(torch.float32), packed[scale_bytes:]

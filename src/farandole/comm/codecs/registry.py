@@ -13,12 +13,12 @@ from ...core.vocabulary.codec_spec import CodecSpec, Granularity
 from ...core.vocabulary.errors import PlanError
 from ..messages.message import Encoding, Exchange, Exchanged, GroupRank
 from .codec import Codec
-from .error_feedback import ErrorFeedback
+from .device_quantize import DeviceQuantize, device_quantize
+from .error_feedback import ErrorFeedback, MomentumCorrection
 from .exact import Exact
 from .finite import finite_flag
-from .momentum_correction import MomentumCorrection
 from .native_quantize import NativeQuantize, native_quantize
-from .packing import BFloat16, Float16, Integers, Signs
+from .packing import BFloat16, Float8, Float16, Integers, Signs
 from .powersgd import PowerSGD
 from .quantize import Packer, Quantized
 from .topk import RandomK, Threshold, TopK, exact_top, sampled_top
@@ -35,12 +35,16 @@ class CodecInstance:
     has_feedback: bool = False
     """Whether it keeps what was not sent."""
     native: NativeQuantize | None = None
-    """The same by native loops, where there are any."""
+    """The same by native loops on the CPU, where there are any."""
+    on_device: DeviceQuantize | None = None
+    """The same by kernels on an accelerator, where there are any."""
     leaves_out: bool = False
     """Whether it may send nothing of an element: what is kept of it may overflow while every mean is finite."""
 
     def init(self, grad: torch.Tensor, group: GroupRank) -> Any:
         """See `Codec`."""
+        if self.on_device is not None:
+            self.on_device.prepare(grad.device, group)
         return self.codec.init(grad, group)
 
     def encode(self, grad: torch.Tensor, state: Any, group: GroupRank) -> Encoding:
@@ -53,7 +57,11 @@ class CodecInstance:
     @cached_property
     def exchange(self) -> Callable[[torch.Tensor, Any, GroupRank], Exchange]:
         """Exchanges a gradient and leaves the mean in its place: what the reducer runs."""
-        return self._exchange if self.native is None else partial(self.native.exchange_or, self._exchange)
+        exchange: Callable[[torch.Tensor, Any, GroupRank], Exchange] = self._exchange
+        for kernels in (self.on_device, self.native):
+            if kernels is not None:
+                exchange = partial(kernels.exchange_or, exchange)
+        return exchange
 
     def _exchange(self, grad: torch.Tensor, state: Any, group: GroupRank) -> Exchange:
         mean, _, new_state = yield from self.encode(grad, state, group)
@@ -84,7 +92,8 @@ def make_codec(spec: CodecSpec) -> CodecInstance:
     if momentum or clip_norm:
         with_feedback = MomentumCorrection(ErrorFeedback(bare), momentum, clip_norm or None)
     native = None if packer is None else native_quantize(packer)
-    return CodecInstance(spec, with_feedback, spec.granularity, True, native, leaves_out=packer is None)
+    on_device = None if packer is None else device_quantize(packer)
+    return CodecInstance(spec, with_feedback, spec.granularity, True, native, on_device, leaves_out=packer is None)
 
 
 def runs_on_devices(spec: CodecSpec) -> bool:
@@ -124,4 +133,6 @@ def packer_of(spec: CodecSpec) -> Packer | None:
         return Float16() if packed.has_scales else BFloat16()
     if packed.bits == 1:
         return Signs(packed.block)
+    if spec.name == "fp8":
+        return Float8(packed.block)
     return Integers(packed.bits, packed.block, spec.options["rounding"] == "stochastic")

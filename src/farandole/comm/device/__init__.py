@@ -1,1 +1,1 @@
-"""Streams, events, pinned memory and asynchronous copies; the CPU needs none of them."""
+"""Streams, events, pinned memory and asynchronous copies of accelerators, and kernels that run there."""

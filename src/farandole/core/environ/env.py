@@ -245,7 +245,7 @@ def color_is_allowed(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def native_loops_are_wanted(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether loops in C may be compiled and used: unless FARANDOLE_NATIVE is 0."""
+    """Return whether loops in C and Triton kernels may be compiled and used: unless FARANDOLE_NATIVE is 0."""
     environ = variables(environ)
     text = environ.get(NATIVE, "").strip()
     if text not in ("", "0", "1"):
