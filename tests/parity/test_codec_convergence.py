@@ -28,8 +28,8 @@ SYMBOLS, WIDTH, HIDDEN = 64, 8, 48
 SHAPES = [(SYMBOLS, WIDTH), (CONTEXT * WIDTH, HIDDEN), (HIDDEN, SYMBOLS)]
 
 BOUNDS = {
-    "fp16": 0.01, "bf16": 0.01, "int8": 0.01, "int4": 0.03, "sign": 0.10, "topk:0.05,warmup_steps=200": 0.10,
-    "threshold:0.01": 0.10, "randomk:0.2": 0.10, "powersgd:4": 0.10,
+    "fp16": 0.01, "bf16": 0.01, "int8": 0.01, "fp8": 0.01, "int4": 0.03, "sign": 0.10,
+    "topk:0.05,warmup_steps=200": 0.10, "threshold:0.01": 0.10, "randomk:0.2": 0.10, "powersgd:4": 0.10,
 }  # fmt: skip
 """How much larger the loss may be at the end, on text that was not trained on."""
 

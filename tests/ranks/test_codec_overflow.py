@@ -24,7 +24,7 @@ from tests.ranks.test_routes import pretend_two_hosts
 
 WIDTH = 128
 HUGE = 3e38
-ALL_ELEMENTS = ["bf16", "fp16", "int8", "int8:rounding=stochastic", "int8:feedback=false", "int4", "sign"]
+ALL_ELEMENTS = ["bf16", "fp16", "fp8", "int8", "int8:rounding=stochastic", "int8:feedback=false", "int4", "sign"]
 SOME_ELEMENTS = [
     "topk:0.05", "topk:0.05,momentum=0.5", "threshold:0.001", "randomk:0.2", "powersgd:4",
     "tests.ranks.test_coded_engine.half",

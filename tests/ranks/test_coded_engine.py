@@ -30,8 +30,8 @@ from tests.ranks.reference import assert_close, assert_same_bits, data, own, tra
 WIDTH = 64
 MATRICES = ["0.weight", "2.weight"]
 CODECS = [
-    "fp16", "bf16", "int8", "int8:rounding=stochastic", "int4", "sign", "topk:0.05", "topk:0.05,momentum=0.5",
-    "threshold:0.001", "randomk:0.2", "powersgd:4", "tests.ranks.test_coded_engine.half",
+    "fp16", "bf16", "int8", "int8:rounding=stochastic", "fp8", "int4", "sign", "topk:0.05",
+    "topk:0.05,momentum=0.5", "threshold:0.001", "randomk:0.2", "powersgd:4", "tests.ranks.test_coded_engine.half",
 ]  # fmt: skip
 
 

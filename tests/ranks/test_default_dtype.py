@@ -17,8 +17,8 @@ from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 
 CODECS = [
-    "fp16", "bf16", "int8", "int8:rounding=stochastic", "int4", "sign", "topk:0.05", "topk:0.05,momentum=0.5",
-    "threshold:0.001", "randomk:0.2", "powersgd:4",
+    "fp16", "bf16", "int8", "int8:rounding=stochastic", "fp8", "int4", "sign", "topk:0.05",
+    "topk:0.05,momentum=0.5", "threshold:0.001", "randomk:0.2", "powersgd:4",
 ]  # fmt: skip
 TYPES = [torch.float64, torch.bfloat16, torch.float16]
 

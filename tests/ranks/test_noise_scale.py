@@ -328,7 +328,7 @@ def test_codecs_that_keep_the_norm_and_others() -> None:
     exact = one("none", 0)
     for codec, zero in (("int8", 0), ("bf16", 0), ("int8", 1)):
         assert one(codec, zero) == pytest.approx(exact, rel=0.03), f"{codec} with zero = {zero}"
-    for codec in ("int4", "powersgd:4", "topk:0.1", "sign"):
+    for codec in ("int4", "fp8", "powersgd:4", "topk:0.1", "sign"):
         with pytest.raises(fd.ConfigError, match=codec.partition(":")[0]):
             made(fd.Plan(codec=codec))
     with pytest.raises(fd.ConfigError, match="topk"):

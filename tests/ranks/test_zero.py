@@ -359,7 +359,7 @@ def test_bytes_a_rank_are_those_of_the_formula(stage: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", ["int8", "int4", "bf16", "fp16", "int8:feedback=false", "int8:rounding=stochastic"]
+    "codec", ["int8", "int4", "fp8", "bf16", "fp16", "int8:feedback=false", "int8:rounding=stochastic"]
 )
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(3)

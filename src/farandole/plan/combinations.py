@@ -92,5 +92,5 @@ def refuse_codecs_of_rows(plan: Plan) -> None:
         if not spec.is_exact and not spec.is_quantized:
             raise PlanError(
                 f"plan: zero = {plan.zero} sends every element to one rank, but {key} = {value!r} does not",
-                remedy="use a quantised codec (bf16, fp16, int8, int4), or set zero = 0",
+                remedy="use a quantised codec (bf16, fp16, int8, fp8, int4), or set zero = 0",
             )

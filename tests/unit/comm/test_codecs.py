@@ -31,10 +31,11 @@ from farandole.core.vocabulary.errors import PlanError
 EPS = 2.0**-23
 
 FLAT = [
-    "fp16", "bf16", "int8", "int8:block=64", "int8:rounding=stochastic", "int4", "int4:block=16",
-    "int4:rounding=stochastic,block=1024", "sign", "sign:block=32", "topk:0.1", "topk:0.01,exact=true",
-    "topk:0.05,warmup_steps=3", "topk:0.1,momentum=0.9", "topk:0.1,momentum=0.5,clip_norm=1.0", "threshold:0.5",
-    "threshold:1e-6", "randomk:0.1", "randomk:1.0", "randomk:0.1,momentum=0.9",
+    "fp16", "bf16", "int8", "int8:block=64", "int8:rounding=stochastic", "fp8", "fp8:block=64", "int4",
+    "int4:block=16", "int4:rounding=stochastic,block=1024", "sign", "sign:block=32", "topk:0.1",
+    "topk:0.01,exact=true", "topk:0.05,warmup_steps=3", "topk:0.1,momentum=0.9",
+    "topk:0.1,momentum=0.5,clip_norm=1.0", "threshold:0.5", "threshold:1e-6", "randomk:0.1", "randomk:1.0",
+    "randomk:0.1,momentum=0.9",
 ]  # fmt: skip
 MATRIX = ["powersgd:1", "powersgd:4", "powersgd:rank=64"]
 ALL = [*FLAT, *MATRIX]
@@ -218,7 +219,7 @@ def expected_bytes(text: str, gradients: list[torch.Tensor], size: int) -> int:
         return others * (8 + (position_bytes(count, longest) + 4 * longest if longest else 0))
     block = span(text)
     piece = max(1, math.ceil(count / (block * size))) * block
-    bits = {"fp16": 16, "bf16": 16, "int8": 8, "int4": 4, "sign": 1}[spec.name]
+    bits = {"fp16": 16, "bf16": 16, "int8": 8, "fp8": 8, "int4": 4, "sign": 1}[spec.name]
     scales = 0 if spec.name == "bf16" else 4 * piece // block
     return 2 * others * 4 * math.ceil((piece * bits // 8 + scales) / 4)  # in whole words
 
@@ -313,12 +314,16 @@ def bound(text: str, gradients: list[torch.Tensor]) -> torch.Tensor:
         part = (1.0 if "stochastic" in text else 0.5) / top
         around = mean64([largest_around(grad, span(text)) for grad in gradients])
         return around * (2 * part + part**2) * 1.001 + 1e-35  # steps below 1e-37 are not sent
+    if spec.name == "fp8":
+        # Numbers far below the largest of their block, which is 448 steps, are multiples of 2**-9 of a step.
+        unit, around = 2.0**-4, mean64([largest_around(grad, span(text)) for grad in gradients])
+        return sizes * (2 * unit + unit**2) * 1.001 + around * 2.2 * 2.0**-10 / 448 + 1e-34
     assert spec.name == "threshold"
     return torch.full_like(sizes, spec.options["value"])
 
 
 @pytest.mark.parametrize(
-    "text", [t for t in FLAT if CodecSpec.parse(t).name in (*UNIT, "int8", "int4", "threshold")]
+    "text", [t for t in FLAT if CodecSpec.parse(t).name in (*UNIT, "int8", "fp8", "int4", "threshold")]
 )
 @settings(max_examples=10)
 @given(case=CASES.filter(lambda case: case.count > 0))

@@ -32,7 +32,7 @@ from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 
 META = torch.device("meta")
 SPECS = [
-    "bf16", "fp16", "int8", "int4", "int8:rounding=stochastic", "sign", "int8:feedback=false", "topk:0.01",
+    "bf16", "fp16", "fp8", "int8", "int4", "int8:rounding=stochastic", "sign", "int8:feedback=false", "topk:0.01",
     "topk:0.3", "topk:0.01,momentum=0.9,clip_norm=1.0", "randomk:0.01", "powersgd:4",
 ]  # fmt: skip
 

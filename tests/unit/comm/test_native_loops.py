@@ -244,7 +244,7 @@ def test_what_does_not_fit_the_loops() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["int8:rounding=stochastic", "int8:feedback=false", "int8:block=2048", "sign", "topk:0.1"]
+    "text", ["int8:rounding=stochastic", "int8:feedback=false", "int8:block=2048", "fp8", "sign", "topk:0.1"]
 )
 def test_codecs_without_loops(text: str) -> None:
     assert make_codec(CodecSpec.parse(text)).native is None

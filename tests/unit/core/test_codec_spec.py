@@ -83,7 +83,8 @@ BAD = [
     ("power_sgd:4", "unknown codec 'power_sgd'; did you mean 'powersgd'?"),
     (
         "xyz",
-        "unknown codec 'xyz'; known: auto, bf16, fp16, int4, int8, none, powersgd, randomk, sign, threshold, topk",
+        "unknown codec 'xyz'; known: auto, bf16, fp16, fp8, int4, int8, none, powersgd, randomk, sign, "
+        "threshold, topk",
     ),
     ("", "unknown codec ''; known: auto, bf16"),
     (":4", "unknown codec ''; known: auto, bf16"),

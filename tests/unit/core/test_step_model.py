@@ -71,7 +71,7 @@ def test_a_step_is_predicted_with_the_buckets_that_the_reducer_builds() -> None:
     assert [len(bucket) for bucket in apart] == [3, 3], "gradients of different types share no bucket"
 
 
-@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8", "int4", "sign", "powersgd:rank=2"])
+@pytest.mark.parametrize("codec", ["none", "bf16", "fp16", "int8", "fp8", "int4", "sign", "powersgd:rank=2"])
 def test_bytes_by_formula_are_those_that_the_codec_sends(codec: str) -> None:
     """What is predicted from a codec's name is what a simulated exchange of it sends."""
     spec, side = CodecSpec.parse(codec), 512

@@ -50,9 +50,16 @@ def test_other_types_are_not_cast(compressor: Any, dtype: torch.dtype) -> None:
 
 
 def test_codecs_are_named_as_in_a_plan() -> None:
-    found = [Compression.int8, Compression.int4, Compression.sign, Compression.topk(0.05), Compression.powersgd(2)]
+    found = [
+        Compression.int8,
+        Compression.int4,
+        Compression.fp8,
+        Compression.sign,
+        Compression.topk(0.05),
+        Compression.powersgd(2),
+    ]
     assert [codec.text for codec in found] == [
-        CodecCompressor(text).text for text in ("int8", "int4", "sign", "topk:0.05", "powersgd:2")
+        CodecCompressor(text).text for text in ("int8", "int4", "fp8", "sign", "topk:0.05", "powersgd:2")
     ]
     tensor = torch.randn(4)
     for codec in found:

@@ -49,6 +49,7 @@ OPTIONS: Mapping[str, Mapping[str, CodecOption]] = {
     "bf16": {"feedback": _FEEDBACK},
     "int8": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
     "int4": {"rounding": _ROUNDING, "block": _BLOCK, "feedback": _FEEDBACK},
+    "fp8": {"block": _BLOCK, "feedback": _FEEDBACK},
     "sign": {
         "block": CodecOption(512, _BLOCK.expected, _BLOCK.fits),
         "feedback": _FEEDBACK,
@@ -95,7 +96,7 @@ class PackedFormat:
 
 
 BFLOAT16, FLOAT16 = PackedFormat(16, 1, has_scales=False), PackedFormat(16, 1024)
-_PACKED_BITS = {"int8": 8, "int4": 4, "sign": 1}
+_PACKED_BITS = {"int8": 8, "int4": 4, "fp8": 8, "sign": 1}
 
 
 @dataclass(frozen=True)
@@ -144,8 +145,8 @@ class CodecSpec:
 
     @property
     def preserves_norm(self) -> bool:
-        """Whether the norm of a mean stays what it was, to 1e-4: sent exactly, or with a byte or more each."""
-        return self.works_on_shards
+        """Whether the norm of a mean stays what it was, to 1e-4: sent exactly, or with 7 bits or more of each."""
+        return self.works_on_shards and self.name != "fp8"  # 4 bits of each: 4e-4
 
     @property
     def is_low_rank(self) -> bool:

@@ -1,8 +1,8 @@
 """What ``compression=`` may be in every front end: Horovod's interface, and the codecs of the reducer.
 
 A `Compressor` changes a tensor before the exchange and back after it. A `CodecCompressor` leaves the tensor alone
-and names the reducer's codec, with error feedback: ``Compression.int8``, ``int4``, ``sign``, ``topk(0.01)``,
-``powersgd(4)``. The casts are each front end's own.
+and names the reducer's codec, with error feedback: ``Compression.int8``, ``int4``, ``fp8``, ``sign``,
+``topk(0.01)``, ``powersgd(4)``. The casts are each front end's own.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class CompressionNames(metaclass=_Names):
     none = NoneCompressor
     int8 = CodecCompressor("int8")
     int4 = CodecCompressor("int4")
+    fp8 = CodecCompressor("fp8")
     sign = CodecCompressor("sign")
 
     @staticmethod
