@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,14 +14,10 @@ import farandole as fd
 from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs import device_quantize
 from farandole.comm.codecs.native_quantize import NativeQuantize
-from farandole.comm.codecs.registry import make_codec
-from farandole.comm.device.block_launches import BlockKernels
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.messages.message import GroupRank
 from farandole.comm.reducer.device_exchanges import DeviceExchanges
-from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import reducer_of
-from tests.ranks.pool import fresh, ranks
+from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.simulated_device import OUTSIDE, Race, SimulatedDevice
 
@@ -51,17 +45,15 @@ class Net(nn.Module):
 
 
 @contextmanager
-def simulated(*left_out: str, with_kernels: bool = False) -> Generator[SimulatedDevice, None, None]:
+def simulated(*left_out: str) -> Generator[SimulatedDevice, None, None]:
     device = SimulatedDevice(left_out)
     simulate_device(_CPU, device)
     try:
         with ExitStack() as stack:
-            stack.enter_context(np.errstate(all="ignore"))  # Triton's interpreter computes with NumPy
             # Native loops write where no operation is seen. Kernels have a test of their own.
             stack.enter_context(patch.object(NativeQuantize, "fits", lambda *_: False))
-            if not with_kernels:
-                stack.enter_context(patch.object(device_quantize, "can_run", lambda _: False))
-                stack.enter_context(patch.object(device_quantize, "_trials", device_quantize._Trials()))
+            stack.enter_context(patch.object(device_quantize, "can_run", lambda _: False))
+            stack.enter_context(patch.object(device_quantize, "_trials", device_quantize._Trials()))
             stack.enter_context(device)
             yield device
     finally:
@@ -126,35 +118,6 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
         found = state_of(model)
     assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)")
-@pytest.mark.parametrize("left_out", ["", "launch", "end"])
-@pytest.mark.parametrize("codec", ["int8", "int4"])
-@ranks(2, TRITON_INTERPRET="1")
-@fresh
-def test_kernels_of_triton_have_the_bits_of_the_cpu_and_no_race(codec: str, left_out: str) -> None:
-    """Its interpreter runs them, and shows the simulation which memory they get."""
-    world = fd.init()
-    plan = fd.Plan(codec=codec, bucket_bytes=16384, first_bucket_bytes=1024, route="flat")
-    expected = state_of(train(plan))
-    kernels = make_codec(CodecSpec.parse(codec)).on_device
-    assert kernels is not None
-    simulate_device(_CPU, SimulatedDevice())
-    with np.errstate(all="ignore"):
-        kernels.prepare(_CPU, GroupRank(world.rank, world.size))  # the trial asks for numbers, once
-    if left_out:
-        with simulated(left_out, with_kernels=True), pytest.raises(Race):
-            train(plan)
-        return
-    with patch.object(BlockKernels, "encode", autospec=True, side_effect=BlockKernels.encode) as encode:
-        with simulated(with_kernels=True) as device:
-            model = train(plan)
-            assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
-            found = state_of(model)
-        assert encode.call_count >= 7
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 

@@ -22,9 +22,9 @@ from ..device.block_launches import LARGEST_BLOCK, MOST_BYTES, BlockKernels, can
 from ..device.streams import streams_of
 from ..messages.message import Exchange, Exchanged, GroupRank, Message
 from .error_feedback import FeedbackState
-from .native_quantize import Eager, eager_exchange, trial_results
+from .native_quantize import Eager, eager_exchange, received_rows, trial_results
 from .packing import Integers, parts_of
-from .quantize import Packer, piece_elements, received_rows
+from .quantize import Packer, piece_elements
 
 _READER = "Triton kernels"
 _TRIAL_BLOCKS = 9

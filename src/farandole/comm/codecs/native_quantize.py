@@ -25,7 +25,7 @@ from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
 from .error_feedback import ErrorFeedback, FeedbackState
 from .finite import is_finite
 from .packing import BFloat16, Float16, Integers
-from .quantize import Packer, Quantized, received_rows
+from .quantize import Packer, Quantized
 
 _BFLOAT_BLOCK = 256
 """Elements at a time of a format without blocks."""
@@ -104,6 +104,16 @@ def _plain(tensor: torch.Tensor, count: int) -> bool:
 def _row_bytes(packer: BFloat16 | Float16 | Integers, count: int) -> int:
     """Return the bytes of `count` packed numbers, in whole words."""
     return -(-packer.packed_bytes(count) // 4) * 4
+
+
+def received_rows(rows: torch.Tensor, like: torch.Tensor, reader: str) -> torch.Tensor:
+    """Return what has arrived for `reader`, contiguous; raise `ValueError` if it is not of the kind of `like`."""
+    if rows.shape != like.shape or rows.dtype != like.dtype or rows.device != like.device:
+        raise ValueError(
+            f"{reader}: received {rows.dtype} of shape {tuple(rows.shape)} on {rows.device.type}, "
+            f"expected {like.dtype} of shape {tuple(like.shape)} on {like.device.type}"
+        )
+    return rows.contiguous()
 
 
 @cache

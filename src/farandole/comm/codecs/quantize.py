@@ -114,13 +114,3 @@ def piece_elements(count: int, block: int, size: int) -> int:
     512
     """
     return max(1, -(-count // (block * size))) * block
-
-
-def received_rows(rows: torch.Tensor, like: torch.Tensor, reader: str) -> torch.Tensor:
-    """Return what has arrived for `reader`, contiguous; raise `ValueError` if it is not of the kind of `like`."""
-    if rows.shape != like.shape or rows.dtype != like.dtype or rows.device != like.device:
-        raise ValueError(
-            f"{reader}: received {rows.dtype} of shape {tuple(rows.shape)} on {rows.device.type}, "
-            f"expected {like.dtype} of shape {tuple(like.shape)} on {like.device.type}"
-        )
-    return rows.contiguous()
