@@ -8,7 +8,7 @@ from farandole.core.vocabulary.codec_spec import OPTIONS
 from tests.style.tables import source
 
 HOMES = ("core/vocabulary/codec_spec", "comm/codecs/registry")
-NAMES = set(OPTIONS) - {"bf16", "fp16"}
+NAMES = set(OPTIONS) - {"bf16", "fp16", "fp8"}
 """Without those that precisions have, too."""
 OTHER_WORDS = dict.fromkeys(
     [
