@@ -230,6 +230,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("collectives", "``farandole bench collectives``: routes, and segmented collectives, compared"),
         ("cluster", "``farandole measure``: what devices, links, codecs and disks give, into `cluster.toml`"),
         ("cluster_test", "``farandole test``: a real job over all hosts that checks the set-up"),
+        ("device_test", "``farandole test --device``: codecs and the engine on a device, compared with the CPU"),
         ("codecs", "``farandole bench codecs``: what each codec costs, saves and loses"),
         ("demo", "``farandole demo``: training, comparison and report on one machine"),
         ("scaling", "``farandole bench scaling``: a user's script at several sizes"),

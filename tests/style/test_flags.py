@@ -48,7 +48,7 @@ FLAGS = {
         "-x",
     ],
     "test": [
-        "--chdir", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--np", "--num-proc",
+        "--chdir", "--device", "--exclude", "--hostfile", "--hosts", "--include", "--json", "--np", "--num-proc",
         "--prelude", "--python", "--seconds", "--ssh-command", "--ssh-identity-file", "--ssh-option",
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],

@@ -1,4 +1,4 @@
-"""``farandole test``: prove that hosts train together. One word at the end: PASSED or FAILED."""
+"""``farandole test``: prove that hosts train together, or that a device does. At the end: PASSED or FAILED."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...bench.cluster_test.cluster_test import Proof, prove
+from ...bench.device_test.device_test import prove_device
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
@@ -18,11 +19,13 @@ from ..main import parser
 from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, with_slots
 
 MOST_SECONDS = 600.0
+SECONDS = 45.0
 _EXAMPLES = """\
   farandole test -np 2
   farandole test -H node1:8,node2:8
   farandole test --hostfile hosts --seconds 120 --json
   farandole emulate --hosts 2 --rate 1gbit -- farandole test
+  farandole test --device cuda
 """
 _PASSED_ON = (
     "include", "exclude", "ssh_port", "ssh_identity_file", "ssh_command", "python", "chdir", "prelude",
@@ -35,14 +38,19 @@ def make_parser() -> argparse.ArgumentParser:
     made = parser(
         "test",
         "Run a real job over all hosts: every collective against a local computation, the rate between hosts\n"
-        "against that of the weakest link, a small model trained and verified. PASSED or FAILED.",
+        "against that of the weakest link, a small model trained and verified. PASSED or FAILED.\n"
+        "With --device: codecs and the engine on the devices of this machine, against the CPU.",
         _EXAMPLES,
     )
     made.add_argument(
         "-np", "-n", "--np", "--num-proc", dest="size", type=int, metavar="N",
         help="number of processes (default: one per core, or all slots of the hosts)",
     )  # fmt: skip
-    made.add_argument("--seconds", type=float, default=45.0, metavar="S", help="how long to train (default: 45)")
+    made.add_argument("--seconds", type=float, metavar="S", help=f"how long to train (default: {SECONDS:g})")
+    made.add_argument(
+        "--device", metavar="KIND",
+        help="check the devices of this machine instead, of a kind of torch.accelerator: cuda, xpu, ...; or cpu",
+    )  # fmt: skip
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     add_cluster_options(made)
     return made
@@ -51,8 +59,11 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code: 0 passed, 1 failed, 2 bad usage."""
     options = make_parser().parse_args(arguments)
-    if not 1 <= options.seconds <= MOST_SECONDS:
-        raise ConfigError(f"--seconds {options.seconds:g}: expected 1 to {MOST_SECONDS:g}")
+    if options.device is not None:
+        return test_device(options)
+    seconds = SECONDS if options.seconds is None else options.seconds
+    if not 1 <= seconds <= MOST_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g}: expected 1 to {MOST_SECONDS:g}")
     targets = read_targets(options, read_cluster(options))
     expected = None
     if len(targets) > 1:
@@ -63,9 +74,19 @@ def main(arguments: Sequence[str]) -> int:
         expected = None if weakest is None else weakest.bits_per_second
     emulated = HostFinder.of_this_process().emulated
     proof = prove(
-        run_words(options), seconds=options.seconds, expected=expected, shared_cores=bool(emulated),
+        run_words(options), seconds=seconds, expected=expected, shared_cores=bool(emulated),
         say=write_notice,
     )  # fmt: skip
+    print(json.dumps(proof.to_mapping()) if options.json else page(proof))
+    return 0 if proof.passed else 1
+
+
+def test_device(options: argparse.Namespace) -> int:
+    """Check the devices of this machine; return the exit code: 0 passed, 1 failed."""
+    others = run_words(options) + ([] if options.seconds is None else ["--seconds"])
+    if others:
+        raise ConfigError(f"--device checks this machine alone, and takes no {others[0].partition('=')[0]}")
+    proof = prove_device(options.device, say=write_notice)
     print(json.dumps(proof.to_mapping()) if options.json else page(proof))
     return 0 if proof.passed else 1
 
@@ -100,7 +121,8 @@ def page(proof: Proof) -> str:
     """Return the result as text; its last word is the verdict."""
     lines = list(proof.failure)
     for check in proof.checks:
-        lines.append(f"{_MARKS[check['passed']]:>11}  {check['name']}: {check['answer']}")
+        mark = check.get("word") or _MARKS[check["passed"]]
+        lines.append(f"{mark:>11}  {check['name']}: {check['answer']}")
         if check["passed"] is False and check["remedy"]:
             lines.append(f"{'':>11}  -> {check['remedy']}")
     if proof.ranks:

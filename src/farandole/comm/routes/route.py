@@ -26,6 +26,7 @@ from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan, RouteName
 from ..device.streams import streams_of
+from ..device.tested import was_tested
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
 from ..host_memory.switch_tensor import SwitchGroup, switch_circles
 from ..messages.message import Message
@@ -154,10 +155,8 @@ def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGro
             f"{str(problem).splitlines()[0]}",
             remedy='use codec "none", or one GPU a rank, whose backend is NCCL',
         ) from None
-    if everyone.seat.rank == 0:
-        write_notice(
-            f"codecs on {device.type} are new: tested on a simulated accelerator (docs/codecs.md, On a GPU)"
-        )
+    if everyone.seat.rank == 0 and not was_tested(device):
+        write_notice(f"codecs on {device.type}: never tested here: farandole test --device {device.type}")
     return StreamConductor(streams, group)
 
 

@@ -11,7 +11,8 @@ let go was used on one stream, or is behind both waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,23 +49,30 @@ class StreamConductor:
 
     def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
         """Drive `items`, then `complete`, behind what the current stream was told. See [Note: two waits]."""
-        work, ready = StreamWork(self.streams), self.streams.record()
-        with self.streams.on(self.streams.side), torch.no_grad():
-            self.streams.wait(ready)
+        work = StreamWork(self.streams)
+        with self._on_side([self.streams.record()], [work]):
             for item in items:
                 item.finish(self._drive(item, work))
             complete()
-            work._done = self.streams.record()
         return work
 
     def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
         """Sum `tensor` over the ranks, in place, in its turn among what is submitted."""
-        work, ready = StreamWork(self.streams), self.streams.record()
-        with self.streams.on(self.streams.side):
-            self.streams.wait(ready)
+        work = StreamWork(self.streams)
+        with self._on_side([self.streams.record()], [work]):
             all_reduce(tensor, self._group)
-            work._done = self.streams.record()
         return work
+
+    @contextmanager
+    def _on_side(self, ready: Sequence[Any], works: Sequence[StreamWork]) -> Generator[None, None, None]:
+        """Let a block go to the side stream, behind the events `ready`; `works` are done behind the block."""
+        with self.streams.on(self.streams.side), torch.no_grad():
+            for event in ready:
+                self.streams.wait(event)
+            yield
+            done = self.streams.record()
+            for work in works:
+                work._done = done
 
     def _drive(self, item: SegmentWork, work: StreamWork) -> Any:
         stack: list[Conversation] = [item.begin()]

@@ -1,0 +1,76 @@
+"""The engine's part of `farandole test --device`: it passes, and what is wrong is named on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import farandole as fd
+from farandole.bench.device_test import checks
+from farandole.bench.device_test.forms import FORMS
+from farandole.bench.device_test.subject import Subject
+from farandole.comm.codecs.packing import BFloat16
+from tests.ranks.pool import ranks
+from tests.ranks.test_device_engine import simulated
+
+CPU = torch.device("cpu")
+
+
+class SimulatedSubject(Subject):
+    """A simulated accelerator of this rank. `left_out`: see `SimulatedDevice`."""
+
+    left_out: tuple[str, ...] = ()
+
+    @contextmanager
+    def use(self) -> Generator[None, None, None]:
+        """See `Subject`."""
+        with simulated(*self.left_out):
+            yield
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("text", [form.text for form in FORMS])
+@ranks(2)
+def test_the_engine_on_a_simulated_accelerator_is_as_one_process(text: str, scaled: bool) -> None:
+    world = fd.init()
+    with patch.object(checks, "FORMS", tuple(form for form in FORMS if form.text == text)):
+        check = checks.check_engine(SimulatedSubject(CPU), world, scaled=scaled)
+    assert check.passed, check.answer
+
+
+@ranks(3)
+def test_the_engine_on_three_ranks_of_the_cpu() -> None:
+    world = fd.init()
+    with patch.object(checks, "FORMS", tuple(form for form in FORMS if form.text in ("int8", "sign"))):
+        for scaled in (False, True):
+            check = checks.check_engine(Subject(CPU), world, scaled=scaled)
+            assert check.passed, check.answer
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@ranks(2)
+def test_other_bits_on_one_rank_are_named_on_all(scaled: bool) -> None:
+    world = fd.init()
+
+    class OneRankIsWrong(SimulatedSubject):
+        @contextmanager
+        def use(self) -> Generator[None, None, None]:
+            def cut(self: BFloat16, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
+                packed.view(torch.int16).copy_(values.view(torch.int32) >> 16)
+
+            with super().use():
+                if world.rank == 0:
+                    yield
+                    return
+                with patch.object(BFloat16, "pack", cut):
+                    yield
+
+    with patch.object(checks, "FORMS", tuple(form for form in FORMS if form.text in ("bf16", "fp16"))):
+        check = checks.check_engine(OneRankIsWrong(CPU), world, scaled=scaled)
+    assert check.passed is False
+    assert check.answer.startswith("codec bf16, rank 0: mean of step 0: ")
+    assert 'codec = "none"' in check.remedy

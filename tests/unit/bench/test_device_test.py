@@ -1,0 +1,390 @@
+"""`farandole test --device` on a simulated accelerator: it passes, and what is wrong there fails by name."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from farandole.bench.device_test import checks, device_test, facts, forms
+from farandole.bench.device_test.codecs_check import fault_of, gradients_of, run_codec
+from farandole.bench.device_test.forms import FORMS, OPERATIONS, Form, names, operations_with_other_bits
+from farandole.bench.device_test.subject import Subject, find_devices
+from farandole.bench.measure.follow_job import FollowedJob
+from farandole.cli.commands.cluster_test import main
+from farandole.comm.codecs.finite import is_finite
+from farandole.comm.codecs.native_quantize import NativeQuantize
+from farandole.comm.codecs.packing import BFloat16, Integers
+from farandole.comm.codecs.registry import runs_on_devices
+from farandole.comm.device import tested
+from farandole.comm.device.streams import simulate_device
+from farandole.core.vocabulary.errors import ConfigError
+from tests.simulated_device import HOST, OUTSIDE, SIDE, SimulatedDevice
+
+CPU = torch.device("cpu")
+
+
+class WithHostCopies(SimulatedDevice):
+    """A simulated device in which a copy to the CPU is over when it returns: memory may be let go then."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket.__name__ == "_to_copy" and (kwargs or {}).get("device") == CPU:
+            over = self.record()
+            for stream in (HOST, SIDE):
+                self.arrive(stream, over)
+        return result
+
+
+@dataclass(frozen=True)
+class SimulatedSubject(Subject):
+    """A simulated accelerator, which can show a wait that is missing and one of the host."""
+
+    device: torch.device = CPU
+    left_out: tuple[str, ...] = ()
+    wrong: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """What is wrong with the device while it is in use."""
+    wrong_under_load: Callable[[], AbstractContextManager[Any]] | None = None
+    """What delays do to it; None: it has no delays."""
+    entered: list[SimulatedDevice] = field(default_factory=list)
+
+    @property
+    def has_streams(self) -> bool:
+        return True
+
+    @contextmanager
+    def use(self) -> Generator[None, None, None]:
+        device = WithHostCopies(self.left_out)
+        self.entered.append(device)
+        simulate_device(CPU, device)
+        try:
+            # Native loops write where no operation is seen.
+            with patch.object(NativeQuantize, "fits", lambda *_: False), self.wrong(), device:
+                yield
+        finally:
+            device.left_out = frozenset()
+            simulate_device(CPU, None)
+
+    def delays(self, seed: int) -> Any:
+        return None if self.wrong_under_load is None else self.wrong_under_load()
+
+    @contextmanager
+    def no_host_waits(self) -> Generator[None, None, None]:
+        device = self.entered[-1] if self.entered else None
+        known = len(device.host_waits) if device else 0
+        yield
+        waits = [] if device is None else device.host_waits[known:]
+        # Draws of a generator on the CPU are no numbers of the device.
+        waits = [each for each in waits if each != OUTSIDE and not each.startswith("packing.py")]
+        if waits:
+            raise RuntimeError(f"called a synchronizing operation: {waits}")
+
+
+NOTHING: frozenset[str] = frozenset()
+NO_WAIT = "no wait of the host"
+
+
+@contextmanager
+def other_scales(factor: float = 1 + 2**-23) -> Generator[None, None, None]:
+    """Let integers be packed with scales that are off by a factor: the bits of another division."""
+    pack = Integers.pack
+
+    def packed_otherwise(self: Integers, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
+        pack(self, values, packed, seed)
+        self._parts(packed)[0].mul_(factor)
+
+    with patch.object(Integers, "pack", packed_otherwise):
+        yield
+
+
+@contextmanager
+def rounded_otherwise() -> Generator[None, None, None]:
+    """Let bf16 cut numbers, where the CPU rounds them."""
+
+    def cut(self: BFloat16, values: torch.Tensor, packed: torch.Tensor, seed: int = 0) -> None:
+        packed.view(torch.int16).copy_(values.view(torch.int32) >> 16)
+
+    with patch.object(BFloat16, "pack", cut):
+        yield
+
+
+def form(text: str) -> Form:
+    return next(each for each in FORMS if each.text == text)
+
+
+def few(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
+    monkeypatch.setattr(checks, "FORMS", tuple(form(text) for text in texts))
+
+
+def test_every_codec_that_runs_on_devices_is_tried() -> None:
+    there = {name for name in names() if name != "threshold"}
+    assert {each.spec.name for each in FORMS} == there
+    assert all(runs_on_devices(each.spec) for each in FORMS)
+    assert {each.stands_on for each in FORMS} == {"", *OPERATIONS}
+
+
+@pytest.mark.parametrize("each", FORMS, ids=lambda each: each.text)
+def test_a_codec_passes_on_a_simulated_accelerator(each: Form) -> None:
+    for subject in (SimulatedSubject(), Subject(CPU)):
+        check = checks.check_codec(subject, each, NOTHING)
+        assert check.passed, check.answer
+        assert check.answer.endswith("the CPU's bits")
+
+
+@pytest.mark.parametrize("each", FORMS, ids=lambda each: each.text)
+def test_buckets_pass_on_a_simulated_accelerator(each: Form, monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, each.text)
+    subject = SimulatedSubject()
+    assert [subject.entered, subject.has_streams] == [[], True]
+    for scaled in (False, True):
+        check = checks.check_buckets(subject, NOTHING, scaled=scaled)
+        assert check.passed, check.answer
+    check = checks.check_host_waits(subject)
+    assert check.passed, check.answer
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("left_out", ["launch", "end", "read"])
+def test_a_missed_wait_fails_by_name(left_out: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, "int8", "powersgd:2")
+    check = checks.check_buckets(SimulatedSubject(left_out=(left_out,)), NOTHING, scaled=scaled)
+    assert check.passed is False
+    assert check.answer.startswith("codec int8: Race: ")
+    assert 'codec = "none"' in check.remedy
+
+
+def test_other_bits_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, "fp16", "bf16")
+    subject = SimulatedSubject(wrong=rounded_otherwise)
+    check = checks.check_codec(subject, form("bf16"), NOTHING)
+    assert check.passed is False
+    assert check.name == "codec bf16"
+    assert check.answer.startswith("1 elements: mean of step ")
+    assert 'codec = "none"' in check.remedy
+    assert checks.check_codec(subject, form("fp16"), NOTHING).passed
+    for scaled in (False, True):
+        check = checks.check_buckets(subject, NOTHING, scaled=scaled)
+        assert check.passed is False
+        assert check.answer.startswith("codec bf16, rank 0: mean of step 0: ")
+
+
+def test_a_last_bit_is_rounding_where_the_device_divides_otherwise() -> None:
+    """As on CUDA, where a division by a number is a product with its reciprocal."""
+    subject = SimulatedSubject(wrong=other_scales)
+    int8 = form("int8")
+    strict = checks.check_codec(subject, int8, NOTHING)
+    assert strict.passed is False
+    assert "numbers of tensor 0 differ" in strict.answer
+    lenient = checks.check_codec(subject, int8, frozenset({int8.stands_on}))
+    assert lenient.passed, lenient.answer
+    assert "the CPU's to rounding, equal on all ranks (division by a number" in lenient.answer
+    far = SimulatedSubject(wrong=partial(other_scales, 1.01))
+    assert checks.check_codec(far, int8, frozenset({int8.stands_on})).passed is False
+
+
+def test_ranks_with_other_means_fail_even_where_bits_do_not_count() -> None:
+    found = run_codec(form("int8"), gradients_of(form("int8"))["5,001 elements"], CPU, "eager")
+    assert fault_of(found, found, by_bits=False) == ""
+    found.means[1][2][7] += 2e-7
+    expected = run_codec(form("int8"), gradients_of(form("int8"))["5,001 elements"], CPU, "eager")
+    assert fault_of(found, expected, by_bits=False).startswith("step 1: ranks have different means: 1 of 5001")
+
+
+def test_operations_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert operations_with_other_bits(CPU) == NOTHING
+    drawn = iter(range(2))
+    changed = dict(OPERATIONS) | {"mean of a block": lambda x: x + next(drawn)}
+    monkeypatch.setattr(forms, "OPERATIONS", changed)
+    assert operations_with_other_bits(CPU) == {"mean of a block"}
+
+
+def test_streams_under_load() -> None:
+    assert checks.check_load(SimulatedSubject()).passed is None
+    steady = checks.check_load(SimulatedSubject(wrong_under_load=nullcontext))
+    assert steady.passed, steady.answer
+    disturbed = checks.check_load(SimulatedSubject(wrong_under_load=other_scales))
+    assert disturbed.passed is False
+    assert disturbed.answer.startswith("with delays: codec int8, rank 0: mean of step 1: ")
+
+
+def test_a_wait_of_the_host_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    few(monkeypatch, "bf16")
+
+    @contextmanager
+    def asked() -> Generator[None, None, None]:
+        unpack = BFloat16.unpack
+
+        def unpacked(self: BFloat16, packed: torch.Tensor, values: torch.Tensor) -> None:
+            unpack(self, packed, values)
+            is_finite(values)  # asks for a number
+
+        with patch.object(BFloat16, "unpack", unpacked):
+            yield
+
+    check = checks.check_host_waits(SimulatedSubject(wrong=asked))
+    assert check.passed is False
+    assert check.answer.startswith("codec bf16: RuntimeError: called a synchronizing operation: ['finite.py:")
+
+
+def test_a_check_that_raises_has_failed() -> None:
+    @contextmanager
+    def broken() -> Generator[None, None, None]:
+        with patch.object(BFloat16, "pack", side_effect=RuntimeError("CUDA error: misaligned address\nmore")):
+            yield
+
+    check = checks.check_codec(SimulatedSubject(wrong=broken), form("bf16"), NOTHING)
+    assert (check.passed, check.answer) == (False, "RuntimeError: CUDA error: misaligned address")
+
+
+def test_a_device_without_streams_is_not_checked_for_them() -> None:
+    subject = Subject(CPU)
+    for check in (
+        checks.check_buckets(subject, NOTHING, scaled=False), checks.check_load(subject),
+        checks.check_host_waits(subject),
+    ):  # fmt: skip
+        assert check.passed is None
+        assert check.answer.startswith("cpu: ")
+
+
+# -- which devices there are -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seen", "toolkit", "answer", "remedy"),
+    [
+        (None, None, r"torch \S+ \(built for the CPU alone\) sees no accelerator", "install the torch"),
+        (None, "12.8", r"\(built for 12.8\) sees no accelerator", "is its driver loaded"),
+        ("mps", None, "sees 2 of kind mps", "farandole test --device mps"),
+    ],
+)
+def test_a_kind_that_is_not_there(
+    seen: str | None, toolkit: str | None, answer: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = None if seen is None else torch.device(seen)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.version, "cuda", toolkit)
+    monkeypatch.setattr(torch.version, "hip", None)
+    with pytest.raises(ConfigError, match=f"--device cuda: .*{answer}") as caught:
+        find_devices("cuda")
+    assert remedy in caught.value.remedy
+    assert find_devices("cpu") == 1
+    if seen is not None:
+        assert find_devices(seen) == 2
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+OK = {"name": "codec int8", "passed": True, "answer": "bits", "remedy": ""}
+BAD = {"name": "codec int4", "passed": False, "answer": "element 5", "remedy": 'codec = "none"'}
+MEASURED = {"name": "copies", "passed": None, "answer": "3 TB/s", "remedy": "", "word": "measured"}
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, *jobs: FollowedJob) -> list[list[str]]:
+    """Let jobs end so; return the words of those that are started."""
+    started: list[list[str]] = []
+    left = list(jobs)
+
+    def follow(command: list[str], *_: object) -> FollowedJob:
+        started.append(command)
+        return left.pop(0)
+
+    monkeypatch.setattr(device_test, "follow_job", follow)
+    return started
+
+
+def test_one_device_is_checked_in_lock_step_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started = answers(monkeypatch, FollowedJob(0, {"devices": 1, "checks": [MEASURED, OK]}, []))
+    assert main(["--device", "cuda"]) == 0
+    assert len(started) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "   measured  copies: 3 TB/s"
+    assert lines[2] == "not checked  engine on ranks: one device: only in lock step"
+    assert lines[-1] == "PASSED"
+
+
+@pytest.mark.parametrize("first", [OK, BAD])
+def test_several_devices_are_kept_as_tested_where_all_has_passed(
+    first: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = {"name": "engine on 4 ranks", "passed": True, "answer": "12 codecs", "remedy": ""}
+    started = answers(
+        monkeypatch,
+        FollowedJob(0, {"devices": 4, "checks": [first]}, []),
+        FollowedJob(0, {"devices": 4, "checks": [engine]}, []),
+    )
+    assert main(["--device", "cuda", "--json"]) == (0 if first is OK else 1)
+    assert started[1][started[1].index("-np") + 1] == "4"
+    assert ("--keep" in started[1]) is (first is OK)
+    result = json.loads(capsys.readouterr().out)
+    assert (result["passed"], result["ranks"]) == (first is OK, 4)
+    assert [each["name"] for each in result["checks"]] == [first["name"], "engine on 4 ranks"]
+
+
+def test_a_job_that_ends_badly_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers(
+        monkeypatch, FollowedJob(0, {"devices": 2, "checks": [OK]}, []),
+        FollowedJob(1, None, ["farandole: rank 1 on b failed after step 0: boom"]),
+    )  # fmt: skip
+    assert main(["--device", "cuda"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "rank 1 on b failed after step 0: boom"
+    assert lines[-1] == "FAILED"
+
+
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(monkeypatch, FollowedJob(0, {"refused": "--device tpu: torch sees none", "remedy": "look"}, []))
+    with pytest.raises(ConfigError, match="--device tpu: torch sees none; look"):
+        main(["--device", "tpu"])
+    for words in (["-np", "2"], ["-H", "a:1"], ["--seconds", "5"]):
+        with pytest.raises(ConfigError, match=f"--device checks this machine alone, and takes no {words[0]}"):
+            main(["--device", "cpu", *words])
+
+
+# -- what is kept ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_a_pass_is_kept_for_these_versions(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not tested.was_tested(CPU)
+    assert not cache.exists()
+    path = tested.keep_tested(CPU)
+    assert path is not None
+    assert path.parent == cache / "farandole" / "devices"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text())["torch"] == torch.__version__
+    assert tested.was_tested(CPU)
+    monkeypatch.setattr(tested, "VERSION", "99.0")
+    assert not tested.was_tested(CPU)
+
+
+def test_without_a_cache_nothing_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("a file where a directory would be")
+    assert tested.keep_tested(CPU) is None
+    assert not tested.was_tested(CPU)
+    monkeypatch.setattr(tested, "read_cache_directory", lambda: None)
+    assert tested.keep_tested(CPU) is None
+    assert not tested.was_tested(CPU)
+
+
+def test_the_facts_of_a_device() -> None:
+    assert facts.describe(CPU).startswith("device cpu, farandole ")
+    assert facts.describe_rates(CPU).endswith("GB/s of memory read and written")
