@@ -1,9 +1,11 @@
-"""The engine's part of `farandole test --device`: it passes, and what is wrong is named on all ranks."""
+"""`farandole test --device`: the engine on ranks, the notice of a device that was never tested, the real command."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +16,10 @@ from farandole.bench.device_test import checks
 from farandole.bench.device_test.forms import FORMS
 from farandole.bench.device_test.subject import Subject
 from farandole.comm.codecs.packing import BFloat16
+from farandole.comm.routes import route
 from tests.ranks.pool import ranks
-from tests.ranks.test_device_engine import simulated
+from tests.ranks.test_device_engine import distributed, simulated
+from tests.warm import run
 
 CPU = torch.device("cpu")
 
@@ -74,3 +78,39 @@ def test_other_bits_on_one_rank_are_named_on_all(scaled: bool) -> None:
     assert check.passed is False
     assert check.answer.startswith("codec bf16, rank 0: mean of step 0: ")
     assert 'codec = "none"' in check.remedy
+
+
+@pytest.mark.parametrize("passed", [False, True])
+@ranks(2)
+def test_a_device_that_was_never_tested_is_named_once(passed: bool) -> None:
+    world = fd.init()
+    notices: list[str] = []
+    with (
+        simulated(),
+        patch.object(route, "was_tested", lambda device: passed),
+        patch.object(route, "write_notice", notices.append),
+    ):
+        distributed(fd.Plan(codec="int8"))
+    expected = ["codecs on cpu: never tested here: farandole test --device cpu"]
+    assert notices == ([] if passed or world.rank else expected)
+
+
+def test_the_command_on_the_cpu(tmp_path: Path) -> None:
+    done = run(tmp_path, "test", "--device", "cpu", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["passed"]
+    by_name = {check["name"]: check for check in result["checks"]}
+    assert {f"codec {form.text}" for form in FORMS} <= by_name.keys()
+    assert by_name["engine on 2 ranks"]["passed"]
+    assert by_name["engine on 2 ranks"]["answer"] == "12 codecs: as one process on the CPU"
+    assert by_name["streams under load"]["passed"] is None
+    assert by_name["versions"]["word"] == "measured"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_device_that_is_not_there_ends_the_command(tmp_path: Path) -> None:
+    done = run(tmp_path, "test", "--device", "tpu")
+    assert done.returncode == 2
+    assert "--device tpu: torch " in done.stderr
+    assert "sees " in done.stderr

@@ -29,6 +29,9 @@ from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
 from farandole.core.vocabulary.errors import ConfigError
 from tests.simulated_device import HOST, OUTSIDE, SIDE, SimulatedDevice
+from tests.threads import one_thread
+
+__all__ = ["one_thread"]
 
 CPU = torch.device("cpu")
 

@@ -64,7 +64,8 @@ def _divided(x: torch.Tensor) -> torch.Tensor:
 
 def _factors(x: torch.Tensor) -> torch.Tensor:
     product = torch.mm(x.view(-1, 256), x.view(256, -1)[:, :2])
-    return torch.linalg.qr(product)[0]
+    factor: torch.Tensor = torch.linalg.qr(product)[0]
+    return factor
 
 
 OPERATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -23,7 +23,7 @@ from .streams import streams_of
 def versions_of(device: torch.device) -> dict[str, str]:
     """Return what computes on a device, by name; empty texts for what torch does not tell."""
     streams = streams_of(device)
-    is_cuda = device.type == "cuda"
+    is_cuda, read_driver = device.type == "cuda", getattr(torch._C, "_cuda_getDriverVersion", None)
     nccl = (
         ".".join(map(str, torch.cuda.nccl.version())) if is_cuda and torch.distributed.is_nccl_available() else ""
     )
@@ -32,7 +32,7 @@ def versions_of(device: torch.device) -> dict[str, str]:
         "farandole": VERSION,
         "torch": str(torch.__version__),
         "toolkit": torch.version.cuda or torch.version.hip or "",
-        "driver": str(torch._C._cuda_getDriverVersion()) if is_cuda and torch.version.cuda else "",
+        "driver": str(read_driver()) if is_cuda and read_driver is not None else "",
         "NCCL": nccl,
     }
 
