@@ -1,4 +1,4 @@
-"""`farandole test --device`: the engine on ranks, the notice of a device that was never tested, the real command."""
+"""`farandole test --device`: the engine on ranks, the notice of a device never tested, the real command."""
 
 from __future__ import annotations
 
