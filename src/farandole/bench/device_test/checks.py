@@ -23,7 +23,7 @@ from .engine import play_on_ranks
 from .forms import FORMS, Form, operations_with_other_bits
 from .lock_step import play_in_lock_step
 from .reference import play_reference
-from .script import FULL, PLAIN, Played, Script, Step
+from .script import FULL, PLAIN, Played, Script, DrawnStep
 from .subject import Subject
 
 LOCK_STEP_RANKS = 2
@@ -133,7 +133,7 @@ def check_load(subject: Subject) -> Check:
     name = "streams under load"
     if subject.delays(0) is None:
         return Check(name, None, f"{subject.device.type}: torch has nothing that delays a stream there")
-    script = Script((Step(),) * _LOADED_STEPS)
+    script = Script((DrawnStep(),) * _LOADED_STEPS)
     for seed, text in enumerate(("int8", "topk:0.02,exact=true", "powersgd:2")):
         form = next(form for form in FORMS if form.text == text)
         try:

@@ -17,28 +17,28 @@ from .script import Played, Replica, Script, play, replicas_of
 
 
 class EngineExchange:
-    """A `GradientExchange` of one rank, by the reducer."""
+    """A `ReplicaExchange` of one rank, by the reducer."""
 
     def __init__(self, plan: fd.Plan, replica: Replica, device: torch.device) -> None:
         self._plan, self._replica, self._device = plan, replica, device
         self._distribute()
 
     def local(self) -> AbstractContextManager[Any]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         return fd.accumulate()
 
     def finish(self, change: float) -> None:
-        """See `GradientExchange`. The backward pass has done it; the loss scale is the scaler's."""
+        """See `ReplicaExchange`. The backward pass has done it; the loss scale is the scaler's."""
 
     def reload(self) -> None:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         saved = self._reducer.exchange_state()
         self._replica.renew(self._device)
         self._distribute()
         self._reducer.load_exchange_state(saved)
 
     def residuals(self) -> list[list[torch.Tensor]]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         entries = self._reducer.exchange_state()
         names = [name for name, _ in self._replica.model.named_parameters()]
         found = [entries[name]["elements"].get("residual") for name in names if name in entries]

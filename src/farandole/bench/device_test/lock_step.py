@@ -55,7 +55,7 @@ class LockStepConductor(StreamConductor):
 
 
 class LockStepExchange:
-    """A `GradientExchange` by the buckets of a device."""
+    """A `ReplicaExchange` by the buckets of a device."""
 
     def __init__(self, spec: CodecSpec, replicas: Sequence[Replica], device: torch.device) -> None:
         streams = streams_of(device)
@@ -72,11 +72,11 @@ class LockStepExchange:
         self._make_buckets()
 
     def local(self) -> AbstractContextManager[Any]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         return nullcontext()
 
     def finish(self, change: float) -> None:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         self._exchanges += 1
         for bucket in self._buckets:
             if change != 1.0:
@@ -90,7 +90,7 @@ class LockStepExchange:
             bucket.finalize()
 
     def reload(self) -> None:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         names = self._names()
         saved = [saved_state.export(bucket.coded, names) for bucket in self._buckets]
         for replica in self._replicas:
@@ -100,7 +100,7 @@ class LockStepExchange:
             saved_state.restore([(bucket.coded, names)], entries)
 
     def residuals(self) -> list[list[torch.Tensor]]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         return [bucket.coded.unsent() for bucket in self._buckets]
 
     def _names(self) -> list[str]:

@@ -83,7 +83,7 @@ class _Unit:
 
 
 class ReferenceExchange:
-    """A `GradientExchange` of all ranks on the CPU."""
+    """A `ReplicaExchange` of all ranks on the CPU."""
 
     def __init__(self, spec: CodecSpec, replicas: Sequence[Replica], *, in_one_bucket: bool) -> None:
         """`in_one_bucket`: whether the parameters share a bucket; else each has its own."""
@@ -95,11 +95,11 @@ class ReferenceExchange:
         self._units = [_Unit(codec, [matrices[i] for i in group], len(replicas)) for group in self._groups]
 
     def local(self) -> AbstractContextManager[Any]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         return nullcontext()
 
     def finish(self, change: float) -> None:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         rows = [list(replica.model.parameters()) for replica in self._replicas]
         for group, unit in zip(self._groups, self._units, strict=True):
             if change != 1.0:
@@ -113,10 +113,10 @@ class ReferenceExchange:
                     row[i].grad = mean.clone()
 
     def reload(self) -> None:
-        """See `GradientExchange`. Here nothing is lost that would have to be loaded."""
+        """See `ReplicaExchange`. Here nothing is lost that would have to be loaded."""
 
     def residuals(self) -> list[list[torch.Tensor]]:
-        """See `GradientExchange`."""
+        """See `ReplicaExchange`."""
         found: list[list[torch.Tensor]] = []
         for rank in range(len(self._replicas)):
             flats = [(unit, unit.residual(rank)) for unit in self._units]

@@ -22,7 +22,7 @@ _CLIP_NORM = 1.0
 _LEARNING_RATE = 0.1
 
 
-class Step(NamedTuple):
+class DrawnStep(NamedTuple):
     """One step of a training."""
 
     halves: int = 1
@@ -38,7 +38,7 @@ class Step(NamedTuple):
 class Script(NamedTuple):
     """A training."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[DrawnStep, ...]
     is_scaled: bool = False
     """Whether a `GradScaler` scales losses and leaves out steps, and gradients are clipped."""
 
@@ -47,9 +47,17 @@ class Script(NamedTuple):
         return self._replace(steps=tuple(step for step in self.steps if not step.overflows))
 
 
-PLAIN = Script((Step(),) * 4)
+PLAIN = Script((DrawnStep(),) * 4)
 FULL = Script(
-    (Step(), Step(halves=2), Step(overflows=True), Step(leaves_out=True), Step(), Step(reloads=True), Step()),
+    (
+        DrawnStep(),
+        DrawnStep(halves=2),
+        DrawnStep(overflows=True),
+        DrawnStep(leaves_out=True),
+        DrawnStep(),
+        DrawnStep(reloads=True),
+        DrawnStep(),
+    ),
     is_scaled=True,
 )
 
@@ -97,7 +105,7 @@ class Replica:
         self.optimizer = torch.optim.SGD(self.model.parameters(), _LEARNING_RATE)
 
 
-class GradientExchange(Protocol):
+class ReplicaExchange(Protocol):
     """How the gradients of replicas become their mean."""
 
     def local(self) -> AbstractContextManager[Any]:
@@ -124,7 +132,7 @@ def replicas_of(ranks: Sequence[int], device: torch.device) -> list[Replica]:
 def play(
     script: Script,
     replicas: Sequence[Replica],
-    exchange: GradientExchange,
+    exchange: ReplicaExchange,
     *,
     size: int,
     device: torch.device,
@@ -169,11 +177,11 @@ def play(
 
 
 def _backward(
-    step: Step,
+    step: DrawnStep,
     drawn: Sequence[Sequence[Sequence[torch.Tensor | None]]],
     size: int,
     replicas: Sequence[Replica],
-    exchange: GradientExchange,
+    exchange: ReplicaExchange,
 ) -> None:
     """Give all replicas the gradients of a step. `drawn`: by replica, backward pass and parameter."""
     for replica, halves in zip(replicas, drawn, strict=True):
