@@ -23,7 +23,7 @@ from .engine import play_on_ranks
 from .forms import FORMS, Form, operations_with_other_bits
 from .lock_step import play_in_lock_step
 from .reference import play_reference
-from .script import FULL, PLAIN, Played, Script, DrawnStep
+from .script import FULL, PLAIN, DrawnStep, Played, Script
 from .subject import Subject
 
 LOCK_STEP_RANKS = 2
