@@ -92,4 +92,4 @@ def test_auto_takes_local_steps_on_a_slow_link_and_claims_nothing_on_a_fast_one(
     said = train(tmp_path, rate, 30, 0.15, heard, sync="auto", codec="auto", lossy=True)
     assert [each["local"] for each in said] == [local, local]
     (line,) = [line for line in heard if "sync auto, Sequential:" in line]
-    assert ("diloco:H=" in line) is local, line
+    assert (": local:H=" in line) is local, line

@@ -662,7 +662,7 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
     if world.rank == 0:
         (line,) = said
         assert "powersgd:rank=4" in line
-        assert ("diloco:H=4 with int4" in line) is gains
+        assert ("local:H=4 with int4" in line) is gains
     alike = []
     for each in batches(9)[:8]:
         train(model, optimizer, [each])

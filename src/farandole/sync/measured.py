@@ -148,7 +148,8 @@ class MeasuredSync:
             self._say(f"each step by {choice.main_codec}: {format_seconds(every)}{alone}")
             self._adopt(_EVERY_STEP)
             return
-        chosen = SyncSpec.parse(f"diloco:H={local.steps}").to_text()
+        # The plain mean: outer momentum needs more meetings than a training may have.
+        chosen = SyncSpec.parse(f"local:H={local.steps}").to_text()
         self._say(
             f"{chosen} with {CODEC}: predicted {format_seconds(local.seconds)} a step, a meeting of "
             f"{format_seconds(local.meeting_seconds)} included; each step by {choice.main_codec} "
