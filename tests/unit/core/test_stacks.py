@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from farandole.core.host import stacks
-from farandole.core.host.stacks import Place, stack_of
+from farandole.core.host.stacks import StackFrame, stack_of
 
 ASKS = """
 import os, signal, sys
@@ -70,7 +70,7 @@ def test_the_stack_of_another_thread_is_read_without_its_frames(name: str, tmp_p
     thread.join()
     functions = [each.function for each in found]
     assert functions.index("_stands") + 1 == functions.index("begins")
-    assert found[functions.index("begins")] == Place(str(path), 2, "begins")
+    assert found[functions.index("begins")] == StackFrame(str(path), 2, "begins")
     assert stack_of(thread.ident) == []
     assert stack_of(threading.get_ident())[0].function == "stack_of"
 

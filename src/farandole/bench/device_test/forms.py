@@ -48,6 +48,7 @@ FORMS = (
     Form("int8:feedback=false", _DIVISION),
     Form("int8:rounding=stochastic", _DIVISION, draws=True),
     Form("int4", _DIVISION),
+    Form("fp8", _DIVISION),
     Form("sign", _BLOCK_MEAN),
     Form("topk:0.3,exact=true"),  # on a device the largest are taken in any case
     Form("topk:0.02,exact=true"),

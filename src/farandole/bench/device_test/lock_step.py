@@ -27,7 +27,7 @@ from ...core.vocabulary.codec_spec import CodecSpec
 from .script import Played, Replica, Script, play, replicas_of
 
 _NO_GROUP = cast("Any", None)
-"""In place of the backend's group, which nobody asks here."""
+"""In place of the backend's group, which no message goes by here."""
 
 
 class LockStepConductor(StreamConductor):

@@ -13,6 +13,7 @@ import torch
 
 from ...comm.codecs.codec import leaves
 from ...comm.codecs.registry import CodecInstance, make_codec
+from ...comm.gradients.grad_ownership import replace_grad
 from ...comm.messages.message import GroupRank
 from ...comm.messages.simulator import simulate
 from ...comm.sessions.segments import MULTIPLE
@@ -110,7 +111,7 @@ class ReferenceExchange:
             means = unit.exchange(gradients) if is_finite else [torch.full(s, torch.nan) for s in unit.shapes]
             for row in rows:
                 for i, mean in zip(group, means, strict=True):
-                    row[i].grad = mean.clone()
+                    replace_grad(row[i], mean.clone())
 
     def reload(self) -> None:
         """See `ReplicaExchange`. Here nothing is lost that would have to be loaded."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 SHAPES = ((128, 64), (64, 128), (64, 128))
-"""Of the parameters: large enough for every codec, and whole blocks for up to eight ranks."""
+"""Parameters large enough for every codec, of whole blocks for up to eight ranks."""
 _INITIAL_SCALE = 64.0
 _CLIP_NORM = 1.0
 _LEARNING_RATE = 0.1

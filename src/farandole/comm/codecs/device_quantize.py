@@ -28,7 +28,7 @@ from .quantize import Packer, piece_elements
 
 _READER = "Triton kernels"
 _TRIAL_BLOCKS = 9
-"""Of each half of a piece at least: with blocks of 256, one more than a program takes."""
+"""At least so many has each half of a piece: with blocks of 256, one more than a program takes."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ STACKS_SIGNAL = signal.SIGQUIT
 """Asks a rank for its stacks; ``kill -QUIT`` by hand does too."""
 
 
-class Place(NamedTuple):
+class StackFrame(NamedTuple):
     """One frame of a stack."""
 
     file: str
@@ -39,7 +39,7 @@ class Place(NamedTuple):
     function: str
 
 
-def stack_of(thread: int) -> list[Place]:
+def stack_of(thread: int) -> list[StackFrame]:
     """Return where a thread of this process is, the innermost frame first, at most 100 of them.
 
     Empty when it has ended, and when 100 others began after it. See [Note: frames of another thread].
@@ -48,14 +48,14 @@ def stack_of(thread: int) -> list[Place]:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         text = file.read().decode("ascii", "replace")
-    found: list[Place] = []
+    found: list[StackFrame] = []
     is_inside = False
     for line in text.splitlines():
         if match := _THREAD.match(line):
             is_inside = int(match[1], 16) == thread
         elif is_inside and (match := _FRAME.match(line)):
             number = int(match[2]) if match[2].isdecimal() else 0
-            found.append(Place(_plain(match[1]), number, _plain(match[3])))
+            found.append(StackFrame(_plain(match[1]), number, _plain(match[3])))
     return found
 
 

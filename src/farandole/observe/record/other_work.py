@@ -12,7 +12,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from ...core.host.stacks import Place, stack_of
+from ...core.host.stacks import StackFrame, stack_of
 
 _OURS = "farandole"
 _TASKS = Path("/proc/self/task")
@@ -57,7 +57,7 @@ def place_of(number: int) -> str:
     return f"{outermost.function} at {Path(outermost.file).name}:{_begin_of(outermost)}"
 
 
-def _begin_of(place: Place) -> int:
+def _begin_of(place: StackFrame) -> int:
     """Return the line in which a function begins; that which it is in, where its file does not tell."""
     lines = linecache.getlines(place.file)[: place.line]
     begins = (f"def {place.function}(", f"async def {place.function}(", f"class {place.function}")
