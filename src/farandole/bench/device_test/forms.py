@@ -39,7 +39,7 @@ class Form:
 
 
 _DIVISION, _BLOCK_MEAN, _PRODUCTS, _NORM = (
-    "division by a number", "mean of a block", "products of matrices", "norm and fused sums",
+    "division", "mean of a block", "products of matrices", "norm and fused sums",
 )  # fmt: skip
 FORMS = (
     Form("bf16"),
@@ -60,7 +60,7 @@ FORMS = (
 
 
 def _divided(x: torch.Tensor) -> torch.Tensor:
-    return torch.stack([x.clone().div_(127), x.clone().div_(7)])
+    return torch.stack([x / torch.full_like(x, top) for top in (127.0, 7.0)])  # as codecs divide: by a tensor
 
 
 def _factors(x: torch.Tensor) -> torch.Tensor:
