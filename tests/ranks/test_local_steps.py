@@ -176,6 +176,33 @@ def test_meeting_after_each_step_is_every_step_for_sgd(kind: str, rest: int) -> 
     assert_same_bits(model)
 
 
+@ranks(3)
+def test_a_placeholder_trains_nothing_and_weighs_nothing() -> None:
+    """Seven samples in two batches: in the second one rank has a sample, and two have a copy of another's."""
+    world = fd.init()
+    x, y = (each.double() for each in data(7))
+    loader = fd.shard(DataLoader(TensorDataset(x, y), batch_size=2))
+    model, optimizer = distributed("local:H=2")
+    alone = mlp().double()
+    plain = OPTIMIZERS["sgd"](alone.parameters())
+    weight = 0.0
+    for xs, ys in loader:
+        factor = world.session.batch_weight.factor
+        weight += factor
+        nn.functional.mse_loss(model(xs), ys).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if factor:
+            nn.functional.mse_loss(alone(xs), ys).backward()
+            plain.step()
+            plain.zero_grad()
+    assert all_gather_json(world, "test/weights", weight) == [4.0, 1.0, 1.0]
+    for mine, other in zip(model.parameters(), alone.parameters(), strict=True):
+        mean = other.detach() * weight / 6
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mine.detach(), mean, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("sync", ["local:H=7", "local:H=6,fragments=2,overlap=3"])
 @ranks(2, 3)
 def test_on_equal_quadratics_the_mean_goes_as_every_step(sync: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -43,18 +41,8 @@ class LocalBuffers:
                 name: each.detach().clone() for name, each in model.named_buffers() if each.is_floating_point()
             }
 
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Let the model have those of the last meeting; afterwards its own again."""
+    def averaged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the model's buffers, each with what it was after the last meeting."""
         model = self._model()
         buffers = {} if model is None else dict(model.named_buffers())
-        own = {name: buffers[name].detach().clone() for name in self._averaged if name in buffers}
-        with torch.no_grad():
-            for name in own:
-                buffers[name].copy_(self._averaged[name])
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, value in own.items():
-                    buffers[name].copy_(value)
+        return [(buffers[name], value) for name, value in self._averaged.items() if name in buffers]

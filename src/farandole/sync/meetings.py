@@ -90,18 +90,19 @@ class Meetings:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the model have the averaged parameters and buffers; afterwards its own again, to the bit."""
-        own = [(each, each.detach().clone()) for part in self.fragments for each in part.parameters.values()]
+        averaged = self._buffers.averaged()
+        for part in self.fragments:
+            averaged += zip(part.parameters.values(), part.outer, strict=True)
+        own = [each.detach().clone() for each, _ in averaged]
         with torch.no_grad():
-            for part in self.fragments:
-                for parameter, outer in zip(part.parameters.values(), part.outer, strict=True):
-                    parameter.copy_(outer)
+            for each, value in averaged:
+                each.copy_(value)
         try:
-            with self._buffers.averaged():
-                yield
+            yield
         finally:
             with torch.no_grad():
-                for parameter, value in own:
-                    parameter.copy_(value)
+                for (each, _), value in zip(averaged, own, strict=True):
+                    each.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is kept between meetings, right after `drain`."""

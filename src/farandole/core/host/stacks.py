@@ -4,8 +4,8 @@ The answer comes from a handler in C (`faulthandler`), so a rank that hangs in a
 torch answers too. One that is stopped by a signal does not.
 
 [Note: frames of another thread] To read frame objects of a thread that runs (`sys._current_frames`, `f_back`) can
-end the process: Python 3.11.7 did so, by a signal, within a minute of 5,000 reads a second beside exchanges of
-torch's process groups. `faulthandler` makes no objects. So stacks of other threads are read from its text.
+end the process: Python 3.11.7 did so, by a signal, within some minutes of thousands of reads a second beside
+exchanges of torch's process groups. `faulthandler` makes no objects, so its text is what stacks are read from.
 """
 
 from __future__ import annotations

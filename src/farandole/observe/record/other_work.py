@@ -59,7 +59,6 @@ def place_of(number: int) -> str:
 
 def _begin_of(place: StackFrame) -> int:
     """Return the line in which a function begins; that which it is in, where its file does not tell."""
+    begin = f"def {place.function}("
     lines = linecache.getlines(place.file)[: place.line]
-    begins = (f"def {place.function}(", f"async def {place.function}(", f"class {place.function}")
-    found = (number for number in range(len(lines), 0, -1) if lines[number - 1].lstrip().startswith(begins))
-    return next(found, place.line)
+    return next((n for n in range(len(lines), 0, -1) if lines[n - 1].lstrip().startswith(begin)), place.line)
