@@ -429,6 +429,23 @@ def test_nan_on_one_rank_is_the_same_on_all(codec: str, nonfinite: str) -> None:
 
 
 @ranks(2)
+def test_nan_in_what_travels_exactly_takes_back_what_the_codec_did() -> None:
+    world = fd.init()
+    model = language_model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(sync="local:H=2", codec="int8", nonfinite="skip"))
+    train(model, optimizer, [(x.float(), y.float()) for x, y in batches(3)])
+    exchange = local_steps(model).meetings._exchange
+    before = exchange.state()["2.weight"]["elements"]["residual"]
+    if world.rank == 1:
+        with torch.no_grad():
+            model.get_parameter("2.bias")[3] = torch.nan
+    fd.drain(model)
+    assert torch.equal(exchange.state()["2.weight"]["elements"]["residual"], before)
+    assert before.abs().max() > 0
+
+
+@ranks(2)
 def test_ranks_that_meet_after_other_numbers_of_steps_are_told() -> None:
     world = fd.init()
     model, optimizer = distributed("local:H=4")
@@ -625,6 +642,9 @@ def test_a_training_goes_on_from_a_checkpoint_to_the_bit(sync: str, codec: str, 
     train(model, optimizer, joined[:9])
     fd.save(folder, model, optimizer, step=9)
     assert_same_bits(model)
+    moments = [float(optimizer.state[each]["exp_avg"].sum()) for each in model.parameters()]
+    first, second = all_gather_json(world, "test/moments", moments)
+    assert all(one != other for one, other in zip(first, second, strict=True))
     train(model, optimizer, joined[9:])
     other, its = make()
     train(other, its, joined[3:5])
@@ -640,10 +660,7 @@ def test_a_training_goes_on_from_a_checkpoint_to_the_bit(sync: str, codec: str, 
     fd.distribute(every, plain)
     fd.load(folder, every, plain)  # rank 0's moments, for all of them
     assert_same_bits(every)
-    said = all_gather_json(
-        world, "test/moments", [float(plain.state[p]["exp_avg"].sum()) for p in every.parameters()]
-    )
-    assert said[0] == said[1]
+    assert [float(plain.state[each]["exp_avg"].sum()) for each in every.parameters()] == first
 
 
 @ranks(2)

@@ -2,9 +2,9 @@
 
 Most of what codecs compute has one right result, which IEEE 754 fixes: there a device must have the CPU's bits.
 Some operations of torch do not promise that much on every device: a division may be a product with a reciprocal,
-and sums of many numbers are added in the device's own order. A codec that stands on such an operation must have the
-CPU's bits where that operation alone has them on this device, and else come near: its mean has the same bits on all
-ranks in any case, as all of them decode the same bytes.
+and sums of many numbers are added in the device's own order. A codec that stands on such an operation must have
+the CPU's bits where that operation alone has them on this device, and else come near: its mean has the same bits
+on all ranks in any case, as all of them decode the same bytes.
 """
 
 from __future__ import annotations

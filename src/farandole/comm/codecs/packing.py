@@ -129,8 +129,8 @@ class Float8:
     """Floats of 8 bits (e4m3fn: 4 bits of each number), scaled by the largest magnitude of each block.
 
     Numbers down to 1/28,672 of the largest have 4 bits, rounded to nearest; smaller ones have less. The format has
-    NaN and no infinity: numbers are limited before the cast, so that none overflows to NaN. A block with NaN or
-    infinity is received as NaN.
+    NaN and no infinity; a number is at most `top` steps, but for rounding, and NaN begins at 464. A block with NaN
+    or infinity is received as NaN.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
@@ -147,7 +147,7 @@ class Float8:
         """See `Packer`."""
         scales, numbers = self._parts(packed)
         work = _in_steps(values.view(-1, self.block), scales, self.top)
-        numbers.copy_(work.clamp_(-self.top, self.top).view(-1))
+        numbers.copy_(work.view(-1))
 
     def unpack(self, packed: torch.Tensor, values: torch.Tensor) -> None:
         """See `Packer`."""
