@@ -119,13 +119,73 @@ def test_a_signal_handler_may_wait_while_its_thread_waits() -> None:
                 submit(it, "interrupted")
             found.append(run(it, "inner", "allreduce", ONE).sum().item())
 
-        with alarm_after(0.2, handler):
+        with alarm_after(0.6 if world.rank else 0.3, handler):  # rank 0 sleeps in its wait by then
             if world.rank == 0:
                 assert run(it, "interrupted", "allreduce", ONE).equal(2 * ONE)
             while not found:  # on rank 0 too: the other one's alarm may be so much earlier that the wait is over
                 time.sleep(0.01)
         assert found == [8.0]
         assert run(it, "after", "allreduce", ONE).equal(2 * ONE)
+
+
+@ranks(2)
+def test_a_signal_handler_that_comes_within_the_engine_is_refused() -> None:
+    """In the midst of a message it would read what its own thread has half read."""
+    world = fd.init()
+    for at in ("_pump_in", "send"):
+        it = NamedOpsEngine(world)
+        run(it, "first", "allreduce", ONE)
+        links = it._controller.state.links
+        assert links is not None
+        said: list[str] = []
+
+        def handler(number: int, frame: FrameType | None, it: NamedOpsEngine = it, said: list[str] = said) -> None:
+            earlier = PendingTicket(it._controller.send_now)
+            for use in (lambda: submit(it, "inner"), it.join, earlier.wait, it.close):
+                with pytest.raises(CommError, match="a signal handler used named operations") as caught:
+                    use()
+                said.append(str(caught.value))
+
+        inside = getattr(links, at)
+
+        def interrupted(*given: object, inside: object = inside, said: list[str] = said) -> None:
+            if threading.current_thread() is threading.main_thread() and not said:
+                signal.raise_signal(signal.SIGALRM)
+            inside(*given)  # type: ignore[operator]
+
+        setattr(links, at, interrupted)
+        with alarm_after(100.0, handler):
+            run_often(it)
+        assert len(said) == 4
+        assert "set a flag" in said[0]
+        assert run(it, "after", "allreduce", ONE).equal(2 * ONE), "it may go on"
+        it.close()
+
+
+@ranks(2)
+def test_an_interrupt_while_an_operation_is_announced_ends_the_engine_on_all_ranks() -> None:
+    world = fd.init()
+    it = NamedOpsEngine(world)
+    run(it, "first", "allreduce", ONE)
+    links = it._controller.state.links
+    assert links is not None
+    if world.rank == 0:
+        send = links.send
+
+        def interrupted(*_: object) -> None:
+            links.send = send  # type: ignore[method-assign]
+            raise KeyboardInterrupt
+
+        links.send = interrupted  # type: ignore[method-assign,assignment]
+        with pytest.raises(KeyboardInterrupt):
+            submit(it, "second")
+        with pytest.raises(CommError, match="interrupted while it announced"):
+            run(it, "next", "allreduce", ONE)
+    else:
+        with pytest.raises(CommError, match=r"rank 0 .*interrupted while it announced an operation"):
+            run(it, "second", "allreduce", ONE)
+    all_gather_json(world, "test/announced", 0)
+    it.close()
 
 
 @ranks(2)

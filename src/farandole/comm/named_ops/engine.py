@@ -69,15 +69,16 @@ class NamedOpsEngine:
 
         Raises `ConfigError` at once for what this rank alone can see is wrong: a name that is in flight, a
         process set that it is no member of or that does not exist, splits that do not fit, a type that cannot
-        travel. Raises `CommError` when the engine has been closed.
+        travel. Raises `CommError` when the engine has been closed, and in a signal handler that interrupts its
+        thread within the engine.
         """
         controller = self._controller
+        controller.state.refuse_reentry()
         with self._lock:
             controller.ending.refuse_if_over()
             if len(requests) == 1:  # the usual case, without the work for groups
                 operation = self._operation(requests[0], ())
-                controller.announce(operation)
-                controller.send_soon()
+                self._announce((operation,))
                 return [operation.ticket]
             group = tuple(request.name for request in requests)
             if len(set(group)) != len(group):
@@ -86,13 +87,12 @@ class NamedOpsEngine:
             together = Group(operations, len(operations))
             for operation in operations:
                 operation.group = together
-            for operation in operations:
-                controller.announce(operation)
-            controller.send_soon()
+            self._announce(operations)
         return [operation.ticket for operation in operations]
 
     def join(self) -> JoinTicket:
         """Say that this rank has no more data: it contributes zeros to allreduces until all ranks have joined."""
+        self._controller.state.refuse_reentry()
         with self._lock:
             self._controller.ending.refuse_if_over()
             return self._controller.join()
@@ -143,6 +143,7 @@ class NamedOpsEngine:
 
     def _change_sets(self, kind: str, about: tuple[int, ...]) -> Ticket:
         controller = self._controller
+        controller.state.refuse_reentry()
         with self._lock:
             controller.ending.refuse_if_over()
             everyone = controller.sets.by_number[EVERYBODY]
@@ -151,9 +152,18 @@ class NamedOpsEngine:
             )
             ticket = PendingTicket(controller.send_now)
             request = Request(_SETS, "barrier")
-            controller.announce(Operation(request, known, None, everyone.ranks, ticket, time.monotonic()))
-            controller.send_soon()
+            self._announce((Operation(request, known, None, everyone.ranks, ticket, time.monotonic()),))
         return ticket
+
+    def _announce(self, operations: Sequence[Operation]) -> None:
+        controller = self._controller
+        try:
+            for operation in operations:
+                controller.announce(operation)
+            controller.send_soon()
+        except BaseException as interrupt:  # others may have been told a half of it
+            controller.interrupted(interrupt, "announced an operation")
+            raise
 
     def _operation(self, request: Request, group: tuple[str, ...]) -> Operation:
         """Return the operation of a request, after all that this rank alone can check."""

@@ -159,6 +159,7 @@ class Controller:
     def send_now(self) -> None:
         """Send what is queued, before a thread waits. Takes the lock."""
         state = self.state
+        state.refuse_reentry()
         self._waited = True
         if state.links is not None and state.links.has_unsent:
             with state.lock:
@@ -265,11 +266,17 @@ class Controller:
             with self.state.lock:
                 self.state.log.activity(names, activity, begin_seconds, end_seconds)
 
+    def interrupted(self, interrupt: BaseException, while_it: str) -> None:
+        """End on all ranks: a signal's handler raised something in the thread that sent or read."""
+        text = f"interrupted while it {while_it} ({type(interrupt).__name__})"
+        self.ending.end(self.state.error(text), tell=True)
+
     # -- the control thread ----------------------------------------------------------------------
 
     def close(self) -> None:
         """Leave. Takes the lock. May be called twice."""
         state = self.state
+        state.refuse_reentry()
         with state.lock:
             if self._closing:
                 return
@@ -334,8 +341,6 @@ class Controller:
         except Exception as problem:  # a frame that makes no sense, or no memory for a result
             self.ending.data_failed(problem)
         except BaseException as interrupt:
-            # A signal's handler raised it, in the thread that waits: what was being read is lost, for all
-            # operations.
-            text = f"interrupted while it read what others sent ({type(interrupt).__name__})"
-            self.ending.end(self.state.error(text), tell=True)
+            # What was being read is lost, for all operations.
+            self.interrupted(interrupt, "read what others sent")
             raise

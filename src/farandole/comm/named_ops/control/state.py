@@ -31,6 +31,17 @@ class ControllerState:
         self.plane: DataPlane | None = None
         """What moves large tensors; None in a world of one."""
 
+    def refuse_reentry(self) -> None:
+        """Raise `CommError` in a signal handler that has interrupted its own thread while it holds the lock.
+
+        A frame is half written or half read then, and what the handler waits for may be just that frame.
+        """
+        if self.lock._is_owned():  # type: ignore[attr-defined]  # as `threading.Condition` asks
+            raise self.error(
+                "a signal handler used named operations while its thread was sending or reading messages of them",
+                remedy="set a flag in the handler, and call between two steps of the loop",
+            )
+
     def send(self, rank: int, kind: Frame, data: bytes = b"", number: int = 0) -> None:
         """Queue a frame; it leaves at the next `flush`, or when the control thread wakes up."""
         if self.links is not None and rank != self.rank:
