@@ -54,7 +54,7 @@ def replace_gloo() -> None:
     def configure_ours(self: Any, backend: Any) -> None:
         configure(self, backend)
         known = self.device_backend_map
-        is_for_gpus = known == {"cuda": "nccl"} and not torch.cuda.is_available()  # [Note: instead of NCCL]
+        is_for_gpus = known == {"cuda": "nccl"} and not _sees("cuda")  # [Note: instead of NCCL]
         if is_for_gpus or known.get("cpu") == "gloo":
             # The CPU first: torch makes nothing of what stands behind a group in Python, which makes it itself.
             others = {device: name for device, name in known.items() if device != "cpu"}
@@ -68,6 +68,11 @@ def replace_gloo() -> None:
 def replaces_gloo() -> bool:
     """Return whether `replace_gloo` was called in this process."""
     return _dist.is_available() and hasattr(_dist.BackendConfig.__init__, "replaces_gloo")
+
+
+def _sees(kind: str) -> bool:
+    """Return whether torch sees a device of a kind; said here, as this module may import nothing of `comm`."""
+    return bool(torch.get_device_module(kind).is_available())
 
 
 @functools.cache

@@ -35,7 +35,7 @@ from tests.ranks.reference import data, mlp, own
 def test_two_ranks_on_one_gpu_are_refused_on_all() -> None:
     gpu = "GPU-b" if int(os.environ["FARANDOLE_RANK"]) else "GPU-a"
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(handshake, "gpu_id", lambda device: gpu)
+    monkeypatch.setattr(handshake, "unique_id", lambda device: gpu)
     with pytest.raises(
         fd.ConfigError, match=r"ranks 1 and 2 are both on cpu of .*, and NCCL takes one rank a GPU"
     ) as no:

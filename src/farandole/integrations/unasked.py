@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ..comm.device.accelerator import same_device
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
 from ..core.launchers.rank_variables import read_rank_variables
@@ -157,7 +158,7 @@ def _world_for(model: DistributedDataParallel) -> World | None:
         return None
     device = next(model.parameters()).device
     try:
-        with torch.cuda.device(torch.cuda.current_device()) if device.type == "cuda" else nullcontext():
+        with same_device(device):
             here = init(device=device)
     except Exception as problem:
         write_notice(f"note: nothing is recorded: {problem}")

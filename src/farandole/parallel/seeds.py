@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..comm.device.accelerator import generator_of
 from ..comm.world.store_sync import all_gather_json
 from .mesh import Mesh
 
@@ -107,17 +108,20 @@ def _mixed(*numbers: int) -> int:
 
 def _seed(number: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        torch.cuda.manual_seed(number)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.manual_seed(number)
 
 
 def _states(device: torch.device) -> torch.Tensor:
     own = torch.get_rng_state()
-    return torch.cat([own, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else own
+    generator = generator_of(device)
+    return own if generator is None else torch.cat([own, generator.get_state()])
 
 
 def _restore(state: torch.Tensor, device: torch.device) -> None:
     length = torch.get_rng_state().numel()
     torch.set_rng_state(state[:length])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state[length:], device)
+    generator = generator_of(device)
+    if generator is not None:
+        generator.set_state(state[length:])

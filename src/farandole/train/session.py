@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ..comm.device.accelerator import unique_id
 from ..comm.world.connect import connect, watch_forks
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
@@ -262,6 +263,5 @@ def _forked() -> None:
 
 
 def _gpu(here: World) -> GpuFacts | None:
-    if here.device.type != "cuda":
-        return None
-    return find_gpu(str(getattr(torch.cuda.get_device_properties(here.device), "uuid", "")))
+    name = unique_id(here.device)
+    return find_gpu(name) if name else None

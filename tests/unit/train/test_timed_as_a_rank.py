@@ -25,12 +25,13 @@ def test_a_rank_of_a_measured_cluster_has_its_threads_and_neighbours() -> None:
 
 def test_a_model_of_gpus_is_not_timed_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = preset_cluster("dgx-a100", 8)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     with pytest.raises(
         ConfigError, match=r"ranks of the cluster compute on .*A100.*, and this machine has no GPU"
     ):
         as_a_rank_of(cluster)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert as_a_rank_of(cluster) == {"device": "cuda"}, "and on a GPU where there is one"
 
 

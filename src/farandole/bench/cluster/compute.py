@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ...comm.device.accelerator import is_accelerator, memory_of, model_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import ComputeRate, Device
@@ -79,9 +80,9 @@ def memory_of_a_rank(world: World) -> Coefficient:
     Called by all ranks; the smallest of all. The interval is from what is free now to all there is. Emulated hosts
     are one machine: ranks that see the same kernel share its memory.
     """
-    if world.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(world.device)
-        mine = {"machine": f"{world.host} {world.device}", "free": free, "total": total}
+    memory = memory_of(world.device)
+    if memory is not None:
+        mine = {"machine": f"{world.host} {world.device}", "free": memory.free, "total": memory.total}
     else:
         facts = read_memory()
         total = facts["memory_bytes"] or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -130,8 +131,8 @@ def _small(device: torch.device) -> Case:
 
 
 def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+    if is_accelerator(device):
+        return model_of(device)
     from ..measure.machine import machine_facts
 
     threads = torch.get_num_threads()

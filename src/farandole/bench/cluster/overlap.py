@@ -8,12 +8,13 @@ from collections.abc import Callable
 
 import torch
 
+from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.coefficient import Coefficient
 from .exchanges import SIZES, Run, elements_of
 from .figures import slowdown_figure
-from .rounds import LEAST_ROUNDS, MOST_ROUNDS, barrier, synchronize
+from .rounds import LEAST_ROUNDS, MOST_ROUNDS, barrier
 
 _SIDE = 256
 _FEWEST_EXCHANGES, _MOST_EXCHANGES = 2, 200

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from .figures import half_width
@@ -55,12 +56,6 @@ def timed(operation: Callable[[], object], device: torch.device) -> Callable[[in
         return (time.perf_counter() - begin) / repeats
 
     return measure
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for what an accelerator has been told to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def affordable(

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ...comm.codecs.registry import CodecInstance, make_codec
+from ...comm.device.accelerator import is_accelerator, local_gpu, model_of, synchronize
 from ...comm.messages.all_reduce import reduce_scatter_all_gather
 from ...comm.messages.message import Exchange, Exchanged, GroupRank, Message
 from ...core.vocabulary.codec_spec import CodecSpec
@@ -138,10 +139,10 @@ def _drive(exchanges: Sequence[Exchange], turn: _Turn, device: torch.device) -> 
     """Drive both ranks to their end; time the first."""
     received: list[torch.Tensor | None] = [None] * RANKS
     while True:
-        _synchronise(device)
+        synchronize(device)
         begin = time.perf_counter()
         first = _next(exchanges[0], received[0])
-        _synchronise(device)
+        synchronize(device)
         turn.seconds += time.perf_counter() - begin
         second = _next(exchanges[1], received[1])
         if not isinstance(first, Message) or not isinstance(second, Message):
@@ -178,17 +179,13 @@ def _in_parts(exchange: Exchange, group: GroupRank) -> Exchange:
 
 
 def _devices() -> list[torch.device]:
-    return [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    gpu = local_gpu(0)
+    return [torch.device("cpu"), *([] if gpu is None else [gpu])]
 
 
 def _processor(device: torch.device) -> str:
-    if device.type == "cuda":
-        return str(torch.cuda.get_device_name(device))
+    if is_accelerator(device):
+        return model_of(device)
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(

@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ...comm.device.accelerator import memory_of, synchronize
 from ...comm.device.tested import versions_of
 from .subject import CPU
 
@@ -43,26 +44,19 @@ def describe_rates(device: torch.device) -> str:
 
 def _memory(device: torch.device) -> tuple[int, int]:
     """Return free and all bytes of a device; zeros where torch does not say."""
-    read = getattr(torch.get_device_module(device), "mem_get_info", None)
-    if read is None:
-        return 0, 0
-    free, total = read(device)
-    return int(free), int(total)
+    found = memory_of(device)
+    return (0, 0) if found is None else (found.free, found.total)
 
 
 def _copied_per_second(source: torch.Tensor, target: torch.Tensor) -> float:
     """Return bytes a second of the fastest of some copies."""
     best = float("inf")
     for _ in range(_COPIES):
-        _synchronize(source, target)
+        synchronize(source.device)
+        synchronize(target.device)
         start = time.perf_counter()
         target.copy_(source, non_blocking=True)
-        _synchronize(source, target)
+        synchronize(source.device)
+        synchronize(target.device)
         best = min(best, time.perf_counter() - start)
     return source.nbytes / best
-
-
-def _synchronize(*tensors: torch.Tensor) -> None:
-    for tensor in tensors:
-        if tensor.device.type != CPU:
-            torch.accelerator.synchronize(tensor.device)

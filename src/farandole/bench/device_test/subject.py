@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...comm.device.accelerator import GPU, accelerators, host_waits_are_errors, sleep_cycles
 from ...core.vocabulary.errors import ConfigError
 
 CPU = "cpu"
@@ -36,25 +36,25 @@ class Subject:
 
     def delays(self, seed: int) -> AbstractContextManager[Any] | None:
         """Return what lets the device wait before operations drawn by `seed`; None where it has no such wait."""
-        return _Delays(seed) if self.device.type == "cuda" else None
+        return _Delays(seed) if self.device.type == GPU else None
 
     def no_host_waits(self) -> AbstractContextManager[Any] | None:
         """Return what makes a host that waits for the device an error; None where torch does not look."""
-        return _waits_are_errors() if self.device.type == "cuda" else None
+        return host_waits_are_errors() if self.device.type == GPU else None
 
 
 def find_devices(kind: str) -> int:
     """Return how many devices of a kind there are; raise `ConfigError`, with what torch sees, if there is none."""
     if kind == CPU:
         return 1
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is not None and found.type == kind:
-        return torch.accelerator.device_count()
-    seen = "no accelerator" if found is None else f"{torch.accelerator.device_count()} of kind {found.type}"
+    found, count = accelerators()
+    if found == kind:
+        return count
+    seen = f"{count} of kind {found}" if found else "no accelerator"
     toolkit = torch.version.cuda or torch.version.hip or ""
     remedy = "is its driver loaded, and the device visible (nvidia-smi, CUDA_VISIBLE_DEVICES)?"
-    if found is not None:
-        remedy = f"farandole test --device {found.type}"
+    if found:
+        remedy = f"farandole test --device {found}"
     elif not toolkit:
         remedy = "install the torch of its kind: https://pytorch.org/get-started"
     built = f"built for {toolkit}" if toolkit else "built for the CPU alone"
@@ -70,15 +70,5 @@ class _Delays(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._drawn.random() < _DELAYED_SHARE:
-            torch.cuda._sleep(self._drawn.randrange(_MOST_DELAY_CYCLES))
+            sleep_cycles(self._drawn.randrange(_MOST_DELAY_CYCLES))
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _waits_are_errors() -> Generator[None, None, None]:
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .accelerator import model_of
+
 
 class HostCopy(Protocol):
     """A copy of a tensor of the device, on its way to the host."""
@@ -88,7 +90,7 @@ class _DeviceStreams:
 
     @property
     def model(self) -> str:
-        return str(torch.get_device_module(self._device).get_device_name(self._device))
+        return model_of(self._device)
 
     @property
     def current(self) -> torch.Stream:

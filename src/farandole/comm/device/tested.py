@@ -17,16 +17,15 @@ import torch
 from ...core.environ.env import read_cache_directory
 from ...core.vocabulary.run_files import write_private
 from ...version import VERSION
+from .accelerator import GPU, nccl_version
 from .streams import streams_of
 
 
 def versions_of(device: torch.device) -> dict[str, str]:
     """Return what computes on a device, by name; empty texts for what torch does not tell."""
     streams = streams_of(device)
-    is_cuda, read_driver = device.type == "cuda", getattr(torch._C, "_cuda_getDriverVersion", None)
-    nccl = (
-        ".".join(map(str, torch.cuda.nccl.version())) if is_cuda and torch.distributed.is_nccl_available() else ""
-    )
+    is_cuda, read_driver = device.type == GPU, getattr(torch._C, "_cuda_getDriverVersion", None)
+    nccl = ".".join(map(str, nccl_version())) if is_cuda else ""
     return {
         "device": device.type if streams is None else streams.model,
         "farandole": VERSION,

@@ -24,9 +24,8 @@ import threading
 import time
 from collections.abc import Sequence
 
-import torch
-
 from ...core.vocabulary.errors import ConfigError
+from ..device.streams import streams_of
 from ..world.world import World
 from .control.controller import Controller
 from .data.inline import is_small
@@ -195,7 +194,7 @@ class NamedOpsEngine:
                     remedy=f"it has shape {tuple(tensor.shape)} and strides {tensor.stride()}",
                 )
             tensor = tensor.detach()
-            if tensor.is_cuda:
-                event = torch.cuda.current_stream(tensor.device).record_event()
+            streams = streams_of(tensor.device)
+            event = None if streams is None else streams.record()
         ticket = PendingTicket(controller.send_now, controller.driver if known.small else None)
         return Operation(request, known, tensor, chosen.ranks, ticket, time.monotonic(), ready_event=event)

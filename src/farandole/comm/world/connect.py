@@ -17,6 +17,7 @@ from ...core.environ.env import BACKENDS, read_backend, read_elastic_settings
 from ...core.failures.backend_texts import first_line
 from ...core.launchers.rank_variables import RankVariables, read_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError
+from ..device.accelerator import backend_of, local_gpu, set_device
 from . import forks
 from .comm_errors import translate_error, translated
 from .handshake import handshake
@@ -144,8 +145,9 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: 
     for_cpu = wanted or "gloo"
     if for_cpu == "farandole":
         importlib.import_module("farandole.backend")  # registers the name
-    backend = f"cpu:{for_cpu},cuda:nccl" if made.device.type == "cuda" else for_cpu
-    options: dict[str, Any] = {"device_id": made.device} if made.device.type == "cuda" else {}
+    for_device = backend_of(made.device)
+    backend = f"cpu:{for_cpu},{made.device.type}:{for_device}" if for_device else for_cpu
+    options: dict[str, Any] = {"device_id": made.device} if for_device else {}
     made.groups.owns_default = True
     hook = sys.excepthook
     try:
@@ -194,12 +196,10 @@ def _place_of_existing_group() -> RankVariables:
 def _device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
     if wanted is not None:
         device = torch.device(wanted)
-        if str(wanted) == "cuda":
-            device = torch.device("cuda", local_rank)
-    elif torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        if backend_of(device) and str(device) == device.type:
+            device = torch.device(device.type, local_rank)
     else:
-        return torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+        device = local_gpu(local_rank) or torch.device("cpu")
+    if backend_of(device):
+        set_device(device)
     return device

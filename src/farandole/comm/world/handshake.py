@@ -10,6 +10,7 @@ import torch
 
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...version import VERSION
+from ..device.accelerator import unique_id
 from .comm_errors import translated
 from .host_address import own_address, wait_for_routes
 from .store_sync import all_gather_json, require_equal
@@ -25,7 +26,7 @@ def handshake(world: World, *, owns_gpu: bool) -> None:
     me = {
         "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
         "address": own_address(world.address) if world.node_count > 1 else "",
-        "gpu": gpu_id(world.device), "place": f"{world.device} of {world.host}",
+        "gpu": unique_id(world.device), "place": f"{world.device} of {world.host}",
     }  # fmt: skip
     name = f"{world.host}:{os.getpid()}"
     with translated(world, "meeting the other ranks"):
@@ -56,8 +57,3 @@ def _refuse_shared_gpus(seen: Sequence[Mapping[str, Any]]) -> None:
                 f"ranks {first} and {rank} are both on {other['place']}, and NCCL takes one rank a GPU",
                 remedy='start as many ranks a host as it has GPUs, or train on the CPU with fd.init(device="cpu")',
             )
-
-
-def gpu_id(device: torch.device) -> str:
-    """Return what tells the GPUs of all hosts apart; empty for other devices."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""

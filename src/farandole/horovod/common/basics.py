@@ -263,13 +263,10 @@ class HorovodBasics:
 
     def nccl_built(self) -> int:
         """Return NCCL's version as a number, 2.18.5 as 21805; 0 without it."""
-        import torch
-        import torch.distributed as dist
+        from ...comm.device.accelerator import gpu_count, nccl_version
 
-        if not (dist.is_available() and dist.is_nccl_available() and torch.cuda.is_available()):
-            return 0
-        version: tuple[Any, ...] = torch.cuda.nccl.version()
-        return sum(int(part) * unit for part, unit in zip(version, (10_000, 100, 1), strict=False))
+        version = nccl_version() if gpu_count() else ()
+        return sum(part * unit for part, unit in zip(version, (10_000, 100, 1), strict=False))
 
     def ddl_built(self) -> bool:
         """Return False."""

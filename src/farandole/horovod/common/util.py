@@ -50,9 +50,9 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Return whether the framework sees a GPU."""
     if ext_base_name == "torch" and extension_available("torch"):
-        import torch
+        from ...comm.device.accelerator import gpu_count
 
-        return bool(torch.cuda.is_available())
+        return gpu_count() > 0
     if ext_base_name == "tensorflow" and extension_available("tensorflow"):
         import tensorflow as tf
 

@@ -16,9 +16,9 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from ...comm.device.accelerator import gpu_count
 from .. import __version__
 from ..common.exceptions import HorovodMismatchError, HorovodPeerLostError, HorovodStalledError
 from ..common.util import check_extension
@@ -31,7 +31,7 @@ from .sync_batch_norm import SyncBatchNorm
 
 
 def _check_has_gpu() -> bool:
-    return torch.cuda.is_available()
+    return gpu_count() > 0
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...comm.device.accelerator import generator_of
 from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
@@ -147,8 +148,9 @@ def _state(here: World, model: nn.Module) -> _States:
     drawn: list[Any] = [torch.default_generator.get_state().numpy().tobytes(), random.getstate()]
     kind, keys, *rest = np.random.get_state(legacy=True)
     drawn.append((kind, np.asarray(keys).tobytes(), rest))
-    if here.device.type == "cuda":
-        drawn.append(torch.cuda.get_rng_state(here.device).numpy().tobytes())
+    generator = generator_of(here.device)
+    if generator is not None:
+        drawn.append(generator.get_state().numpy().tobytes())
     return drawn, [(id(buffer), buffer._version) for buffer in model.buffers()]
 
 

@@ -15,8 +15,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-
+from ...comm.device.accelerator import is_accelerator, synchronize, timing_event
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DevicePhases, Phase
 
@@ -26,7 +25,7 @@ PHASES_KEPT = 256
 
 
 class StreamEvent(Protocol):
-    """What is used of a `torch.cuda.Event` with timing."""
+    """What is used of an event that keeps times."""
 
     def record(self) -> None:
         """Put it into the current stream."""
@@ -89,19 +88,13 @@ class DeviceMarks:
 
 def device_marks(here: World) -> DeviceMarks | None:
     """Return the marks of this rank's device, made at the first call; None on a CPU."""
-    if here.device.type != "cuda":
+    if not is_accelerator(here.device):
         return None
     return here.session.keep(DeviceMarks, partial(_make_marks, here))
 
 
 def _make_marks(here: World) -> DeviceMarks:
-    device = here.device
-
-    def make() -> StreamEvent:
-        event: StreamEvent = torch.cuda.Event(enable_timing=True)
-        return event
-
-    marks = DeviceMarks(make, lambda: torch.cuda.synchronize(device))
+    marks = DeviceMarks(partial(timing_event, here.device), partial(synchronize, here.device))
     here.session.steps.after_step(_StepEnd(marks, here))
     return marks
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.device.accelerator import peak_bytes
 from ...comm.world.world import World
 from ...core.host.resident import peak_resident_bytes, resident_bytes
 from ...core.vocabulary import events
@@ -41,13 +43,7 @@ class PredictedFacts:
 
 def peak_of(here: World) -> Callable[[], int | None]:
     """Return what gives the most bytes until now: allocated on this rank's accelerator, or resident."""
-    if here.device.type == "cuda":
-        return lambda: torch.cuda.max_memory_allocated(here.device)
-    return peak_resident_bytes if here.device.type == "cpu" else _unknown
-
-
-def _unknown() -> None:
-    return None
+    return peak_resident_bytes if here.device.type == "cpu" else partial(peak_bytes, here.device)
 
 
 def _other_bytes(here: World, model: nn.Module, optimizers: Sequence[Optimizer]) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...comm.device.accelerator import synchronize
 from ...core.schedule.partition import LayerCost
 from .program import Program, Segment, cut_program, run_segment
 
@@ -94,5 +95,5 @@ def _once(
 
 def _wait(model: nn.Module) -> None:
     parameter = next(model.parameters(), None)
-    if parameter is not None and parameter.device.type == "cuda":
-        torch.cuda.synchronize(parameter.device)
+    if parameter is not None:
+        synchronize(parameter.device)

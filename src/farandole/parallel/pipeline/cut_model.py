@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from ...comm.device.accelerator import memory_of, random_states, set_random_states
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...core.schedule.actions import Schedule
 from ...core.schedule.partition import LayerCost
@@ -175,10 +176,10 @@ class CutModel:
 
     def _limit_bytes(self) -> int | None:
         device = self._peers.here.device
-        if device.type != "cuda":
+        memory = memory_of(device)
+        if memory is None:
             return None
-        total = int(torch.cuda.get_device_properties(device).total_memory)
-        smallest: int = min(all_gather_json(self._peers.here, "memory of a device", total))
+        smallest: int = min(all_gather_json(self._peers.here, "memory of a device", memory.total))
         return smallest // (self._schedule.stages // self._peers.size)
 
     # -- programs ----------------------------------------------------------------------------------
@@ -312,13 +313,12 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
     """Leave buffers and generators as they were."""
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     random = torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    on_devices = random_states()
     try:
         yield
     finally:
         torch.set_rng_state(random)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state_all(on_gpu)
+        set_random_states(on_devices)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

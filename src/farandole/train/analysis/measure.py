@@ -19,12 +19,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from ...comm.device.accelerator import synchronize
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_bytes
 from ...plan.model.profile import ModelProfile, ModelUnit, UnitTimes
@@ -179,8 +181,7 @@ def _time(
     profile: ModelProfile, model: nn.Module, batch: Any, size: int, timing: Timing, *, left_out: Mapping[str, int]
 ) -> list[_Sample]:
     """Return of each unit the seconds of forward and backward of one pass with `size` samples."""
-    is_cuda = torch.device(timing.device).type == "cuda"
-    spans = _TimedSpans(model, torch.cuda.synchronize if is_cuda else lambda: None)
+    spans = _TimedSpans(model, partial(synchronize, torch.device(timing.device)))
     with errors_of_user(f"a pass with {size} samples"):
         with spans.watching():
             scalar = forward_loss(model, batch, timing.loss, device=timing.device, precision="fp32")

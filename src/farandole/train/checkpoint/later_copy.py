@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...comm.device.accelerator import is_in_use
 from ...core.host.written_pages import PAGE_BYTES, PageWatch, PrivateMemory
 from ...core.vocabulary.errors import CheckpointError
 
@@ -69,7 +70,7 @@ class LaterCopy:
             return False
         if source.device.type != "cpu" or source.nbytes < LEAST_BYTES or not source.is_contiguous():
             return False
-        if torch.cuda.is_initialized() and source.is_pinned():
+        if is_in_use() and source.is_pinned():
             return False
         address = source.data_ptr()
         begin, end = -(-address // PAGE_BYTES) * PAGE_BYTES, (address + source.nbytes) // PAGE_BYTES * PAGE_BYTES

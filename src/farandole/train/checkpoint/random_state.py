@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...comm.device.accelerator import generator_of
 from ...core.vocabulary.degrees import OTHER_SAMPLES, Degrees
 from ...core.vocabulary.errors import CheckpointError
 from ..seed import rank_seed
 
+_OF_THE_HOST = {"seed", "python", "numpy", "torch"}
 _PYTHON = struct.Struct("<625I")
 
 
@@ -73,8 +75,9 @@ def read_random_state(device: torch.device) -> dict[str, Any]:
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    generator = generator_of(device)
+    if generator is not None:
+        state[device.type] = generator.get_state()
     return state
 
 
@@ -86,8 +89,9 @@ def require_random_state(state: Any) -> None:
         np.random.RandomState().set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
         int(state["seed"])
-        if not isinstance(state.get("cuda"), torch.Tensor | None):
-            raise TypeError(f"the state of a GPU's generator is a {type(state['cuda']).__name__}")
+        for kind in state.keys() - _OF_THE_HOST:
+            if not isinstance(state[kind], torch.Tensor):
+                raise TypeError(f"the state of {kind}'s generator is a {type(state[kind]).__name__}")
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, struct.error) as problem:
         raise CheckpointError(
             f"the checkpoint's states of random numbers cannot be continued: {type(problem).__name__}: {problem}",
@@ -101,8 +105,9 @@ def write_random_state(state: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, _PYTHON.unpack(numbers), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)
+    generator = generator_of(device)
+    if generator is not None and device.type in state:
+        generator.set_state(state[device.type])
 
 
 def seed_new_rank(state_of_main: dict[str, Any], step: int, rank: int) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from ...comm.device.accelerator import limit_memory, peak_bytes
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes
 from .optimizers import make_optimizer
@@ -143,9 +144,8 @@ def _train(request: TrialRequest) -> int:
                 optimizer.step()
                 # Gradients stay where they are, as those in buckets do.
                 optimizer.zero_grad(set_to_none=False)
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    of_device = peak_bytes(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device
 
 
 def _warm_up() -> None:
@@ -161,9 +161,7 @@ def set_limit(limit_bytes: int | None, device: str) -> None:
     """
     if limit_bytes is None:
         return
-    if torch.device(device).type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_bytes), device)
+    if limit_memory(torch.device(device), limit_bytes):
         return
     resident_bytes, data_bytes = _status("VmRSS"), _status("VmData")
     if limit_bytes <= resident_bytes:

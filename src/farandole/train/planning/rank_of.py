@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from ...comm.device.accelerator import GPU, gpu_count
 from ...core.cluster.cluster import Cluster
 from ...core.vocabulary.errors import ConfigError
 
@@ -18,7 +17,7 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
     """
     if not cluster.on_cpus:
         refuse_without_gpu(cluster, "measure")
-        return {"device": "cuda"}
+        return {"device": GPU}
     threads = cluster.fingerprint.get("threads", "")
     return {
         "device": "cpu",
@@ -29,7 +28,7 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
 
 def refuse_without_gpu(cluster: Cluster, what: str) -> None:
     """Raise `ConfigError` where `what` would time CPUs of this machine instead of the cluster's GPUs."""
-    if not cluster.on_cpus and not torch.cuda.is_available():
+    if not cluster.on_cpus and not gpu_count():
         raise ConfigError(
             f"{what}: ranks of the cluster compute on {cluster.device.name}, and this machine has no GPU",
             remedy=f"run it on a machine of the cluster, or leave {what} out",

@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from ...comm.device.accelerator import accelerators, current_index
 from ...comm.device.streams import streams_of
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError
@@ -225,7 +226,7 @@ class Prefetched(Generic[T]):
         ours = world().device if has_world() else torch.device("cpu")
         device = ours if self._device is None else self._device
         if device.type != "cpu" and ":" not in str(device):  # a thread has a current device of its own
-            here = torch.accelerator.current_device_index()
+            here = current_index()
             device = ours if device.type == ours.type else torch.device(device.type, here)
         streams = streams_of(device)
         return None if streams is None else DeviceCopies(device, streams)
@@ -301,10 +302,10 @@ def _read_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as problem:
         raise ConfigError(f"prefetch: device {device!r} is none: {problem}") from None
-    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found.type != "cpu" and (here is None or here.type != found.type):
+    kind, _ = accelerators()
+    if found.type not in ("cpu", kind):
         raise ConfigError(
             f"prefetch: device {device!r} is not there: this process has "
-            f"{'the CPU alone' if here is None else f'the CPU and {here.type}'}"
+            f"{f'the CPU and {kind}' if kind else 'the CPU alone'}"
         )
     return found

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 
 import farandole as fd
 
+from ...comm.device.accelerator import peak_bytes, synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.apply import plan_of
@@ -93,8 +94,7 @@ def _train(here: World, work: TrialWork) -> list[float]:
         for number in range(work.warm_up + work.steps):
             begin = time.perf_counter()
             _step(model, optimizer, batch, loss, work)
-            if here.device.type == "cuda":
-                torch.cuda.synchronize(here.device)
+            synchronize(here.device)
             if number >= work.warm_up:
                 seconds.append(time.perf_counter() - begin)
     return seconds
@@ -126,9 +126,8 @@ def _rows(batch: Any, samples: int, begin: int, count: int) -> Any:
 
 
 def _peak_bytes(here: World) -> int:
-    if here.device.type == "cuda":
-        return torch.cuda.max_memory_allocated(here.device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    of_device = peak_bytes(here.device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from ...comm.device.accelerator import memory_of
 from ...core.vocabulary.units import format_bytes
 from ...launch.doctor.facts.machine import read_memory
 
@@ -16,10 +17,10 @@ LEAST_SHARE = 0.03
 
 def memory_alarm(device: torch.device) -> str:
     """Return what is wrong; empty where nothing is, or nothing is known."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return _judge(free + unused, total, f"the memory of {device}")
+    memory = memory_of(device)
+    if memory is not None:
+        unused = memory.reserved - memory.allocated
+        return _judge(memory.free + unused, memory.total, f"the memory of {device}")
     found = read_memory()
     available, total_bytes = found["memory_available_bytes"], found["memory_bytes"]
     if available is None or total_bytes is None:
@@ -29,9 +30,9 @@ def memory_alarm(device: torch.device) -> str:
 
 def has_room(device: torch.device, sharers: int) -> bool:
     """Return whether this process could hold twice what it holds. `sharers`: ranks with the same host memory."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return bool(free >= torch.cuda.memory_reserved(device))
+    memory = memory_of(device)
+    if memory is not None:
+        return memory.free >= memory.reserved
     available = read_memory()["memory_available_bytes"]
     return available is not None and available >= sharers * _held_bytes()
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.device.accelerator import random_states, set_random_states
 
 Gradients = dict[str, torch.Tensor]
 
@@ -143,16 +144,12 @@ def ancestors(tensor: torch.Tensor) -> set[Any]:
 
 
 def _random_state() -> list[torch.Tensor]:
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states.append(torch.cuda.get_rng_state())
-    return states
+    return [torch.get_rng_state(), *random_states()]
 
 
 def _set_random_state(states: Sequence[torch.Tensor]) -> None:
     torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1])
+    set_random_states(states[1:])
 
 
 def _autocast_state() -> tuple[str, bool, torch.dtype]:

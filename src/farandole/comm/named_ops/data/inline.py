@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ...device.accelerator import synchronize_stream
 from ...messages.element_bytes import bytes_of
 from ..operations.operation import Operation
 from ..operations.signature import DTYPES, Signature
@@ -119,7 +120,7 @@ def to_device_of(tensor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     if result.device == tensor.device:
         return result
     moved = result.to(tensor.device)
-    torch.accelerator.current_stream(tensor.device).synchronize()
+    synchronize_stream(tensor.device)
     return moved
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ....comm.device.accelerator import random_states
 from ...common.running import find_running
 from ...exchange.names import key_of
 from ...verify.arrays import Array, leaves_of
@@ -164,10 +165,7 @@ def torch_random_state() -> bytes:
     """Return the state of torch's generators, of which dropout draws there; empty on other backends."""
     if not on_torch():
         return b""
-    states = [torch.get_rng_state()]
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        states += torch.cuda.get_rng_state_all()
-    return b"".join(state.numpy().tobytes() for state in states)
+    return b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *random_states()])
 
 
 def learning_rates(model: Any) -> list[float]:

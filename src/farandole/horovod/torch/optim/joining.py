@@ -25,8 +25,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import torch
-
+from ....comm.device.accelerator import set_device
 from ....comm.named_ops.operations.request import JoinTicket
 from ....comm.world.comm_errors import translated
 from ....comm.world.store_sync import all_gather_json
@@ -182,8 +181,7 @@ class Joining:
                 each.result()
 
     def _serve(self, path: Served) -> None:
-        if self._world.device.type == "cuda":
-            torch.cuda.set_device(self._world.device)
+        set_device(self._world.device)
         while path.exchanges_done < self._last_exchange(path):
             path.exchange_nothing()
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ....comm.device.accelerator import generator_of
+
 _SPAN = 2**31
 
 
@@ -38,10 +40,7 @@ class RegionSeed:
             self._outside = None
 
     def _generator(self) -> torch.Generator:
-        if self.device.type == "cuda":
-            index = self.device.index if self.device.index is not None else torch.cuda.current_device()
-            return torch.cuda.default_generators[index]
-        return torch.default_generator
+        return generator_of(self.device) or torch.default_generator
 
 
 def has_dropout(module: nn.Module) -> bool:
