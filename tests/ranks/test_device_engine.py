@@ -14,8 +14,10 @@ import farandole as fd
 from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs import device_quantize
 from farandole.comm.codecs.native_quantize import NativeQuantize
+from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.device_exchanges import DeviceExchanges
+from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
@@ -46,6 +48,8 @@ class Net(nn.Module):
 
 @contextmanager
 def simulated(*left_out: str) -> Generator[SimulatedDevice, None, None]:
+    for codec in CODECS:
+        make_codec(CodecSpec.parse(codec))  # native loops are tried once a process: before they are left out here
     device = SimulatedDevice(left_out)
     simulate_device(_CPU, device)
     try:
