@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 import farandole
 
-MAIN, SIDE, COPIES, HOST = "main", "side", "copies", "host"
+MAIN, SIDE, COPIES, OPERATIONS, HOST = "main", "side", "copies", "operations", "host"
 OUTSIDE = "outside"
 """Where the product's code is not on the stack."""
 _PRODUCT = farandole.__path__[0]
@@ -84,6 +84,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     side = SIDE
     copies = COPIES
+    operations = OPERATIONS
     model = "simulated"
 
     def __init__(self, left_out: Iterable[str] = ()) -> None:
@@ -112,9 +113,15 @@ class SimulatedDevice(TorchDispatchMode):
 
     def wait(self, event: Event) -> None:
         """See `Streams`."""
-        left_out = "launch" if self.current == SIDE else "end"
+        left_out = "launch" if self.current in (SIDE, OPERATIONS) else "end"
         if left_out not in self.left_out:
             self.arrive(self.current, event)
+
+    def has_passed(self, event: Event) -> bool:
+        """See `Streams`; the host knows it then, unless that wait is left out."""
+        if "read" not in self.left_out:
+            self.arrive(HOST, event)
+        return True
 
     def keep(self, tensor: torch.Tensor) -> None:
         """See `Streams`."""

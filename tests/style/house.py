@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 90_240
+CODE_LINES = 90_440
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -52,7 +52,8 @@ own between meetings: the outer step, meetings over the whole model or parts of 
 diagnosis, and a measured choice between them and codecs in each step; 590 for batches that a thread draws and
 copies ahead of the step, for what waits until the loop has them, and for workers by what is measured; 380 for
 kernels of codecs on a GPU, their trial at first use, and floats of 8 bits; 960 for a device that is compared with
-the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 for one seam to accelerators.
+the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 for one seam to accelerators;
+200 for named operations on a device by groups of its backend.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

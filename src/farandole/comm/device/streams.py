@@ -47,6 +47,10 @@ class Streams(Protocol):
     def copies(self) -> Any:
         """The stream that batches are copied on, ahead of the step that uses them."""
 
+    @property
+    def operations(self) -> Any:
+        """The stream that named operations travel on, in an order that has nothing to do with gradients'."""
+
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Let the operations of a block go to `stream`."""
 
@@ -55,6 +59,9 @@ class Streams(Protocol):
 
     def wait(self, event: Any) -> None:
         """Let the current stream wait for `event`; the host does not."""
+
+    def has_passed(self, event: Any) -> bool:
+        """Return whether the device has done all that was told before `event`."""
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of `tensor`, made on another stream, until the current one is done with it, too."""
@@ -86,7 +93,7 @@ class _DeviceStreams:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side, self._copies = torch.Stream(device), torch.Stream(device)
+        self._side, self._copies, self._operations = (torch.Stream(device) for _ in range(3))
 
     @property
     def model(self) -> str:
@@ -104,6 +111,10 @@ class _DeviceStreams:
     def copies(self) -> torch.Stream:
         return self._copies
 
+    @property
+    def operations(self) -> torch.Stream:
+        return self._operations
+
     @contextmanager
     def on(self, stream: torch.Stream) -> Generator[None, None, None]:
         before = self.current
@@ -120,6 +131,9 @@ class _DeviceStreams:
 
     def wait(self, event: torch.Event) -> None:
         self.current.wait_event(event)
+
+    def has_passed(self, event: torch.Event) -> bool:
+        return event.query()
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.current)

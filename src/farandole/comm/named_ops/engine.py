@@ -109,6 +109,8 @@ class NamedOpsEngine:
             )
         with self._changing_sets:
             number: int = self._change_sets("add_process_set", chosen).wait()
+            if self._controller.devices is not None:
+                self._controller.devices.add(chosen)
         return number
 
     def remove_process_set(self, number: int) -> bool:

@@ -6,6 +6,7 @@ time; after `close` the next one can be made, any number of times in a process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -117,17 +118,26 @@ class World(MeshPlace):
         return self._subgroup("cross")
 
     def new_group(
-        self, *, timeout_seconds: float | None = None, backend: str | None = None
+        self,
+        *,
+        timeout_seconds: float | None = None,
+        backend: str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> dist.ProcessGroup | None:
         """Make another group of all ranks, with its own connections, so that traffic cannot interleave.
 
-        To be called by all ranks in the same order. `backend`: another one than that of the world.
+        To be called by all ranks in the same order. `backend`: another one than that of the world. `ranks`: those
+        alone, ascending; the others get None.
         """
         if self.size == 1:
             return None
         self.session.let_go()
         wait = timedelta(seconds=timeout_seconds or self.timeout_seconds)
-        return self._make_group("a group", list(range(self.size)), wait, backend)
+        if ranks is None:
+            return self._make_group("a group", list(range(self.size)), wait, backend)
+        assert self.groups.ranks is None, "groups of some ranks are made in a whole world"
+        made = self._make_group("a group", list(ranks), wait, backend)
+        return made if self.rank in ranks else None
 
     def new_host_groups(
         self, width: int | None = None, *, timeout_seconds: float | None = None, backend: str | None = None
@@ -184,7 +194,7 @@ class World(MeshPlace):
             return new_part_group(self, numbers, self.topic(name), wait, backend)
         with self.sockets.noticed(), translated(self, f"making {name}"):
             made: dist.ProcessGroup = dist.new_group(numbers, timeout=build_time(wait), backend=backend)
-        return set_patience(made, wait)
+        return set_patience(made, wait) if self.rank in ranks else made
 
     def _make_subgroup(
         self, name: str, wait: timedelta, backend: str | None, width: int | None = None

@@ -22,6 +22,7 @@ from ...world.world import World
 from ..channel.channel import ControlChannel, Events, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
+from ..data.group_thread import DeviceGroups, device_kind
 from ..data.host_groups import host_groups
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import Announcement, Match, MatchSlot
@@ -58,6 +59,8 @@ class Controller:
         self._closing = False
         self.by_host = False
         """Whether large sums of all ranks meet inside each host first."""
+        self.devices: DeviceGroups | None = None
+        """Groups for tensors on this rank's device, where all ranks have one."""
         self._sent_seconds = 0.0
         """When a submitter last sent."""
         self._waited = True
@@ -67,10 +70,13 @@ class Controller:
             self._connect(world, settings)
 
     def _connect(self, world: World, settings: NamedOpsSettings) -> None:
-        told = all_gather_json(world, "negotiation", [world.host, world.node_rank, vars(settings)])
-        self.state.hosts = [host for host, _, _ in told]
-        require_equal(world, "negotiation", "settings", [theirs for _, _, theirs in told])
-        nodes = [node for _, node, _ in told]
+        about = [world.host, world.node_rank, vars(settings), device_kind(world)]
+        told = all_gather_json(world, "negotiation", about)
+        self.state.hosts = [host for host, *_ in told]
+        require_equal(world, "negotiation", "settings", [theirs for *_, theirs, _ in told])
+        nodes = [node for _, node, *_ in told]
+        kinds = {kind for *_, kind in told}
+        self.devices = DeviceGroups(world) if len(kinds) == 1 and "" not in kinds else None
         self.by_host = settings.by_host and host_groups(range(world.size), world.rank, nodes) is not None
         dispatcher = FrameDispatcher(
             self.state, self.ordering, self.joins, self.stalls, self.ending, settle=self.settle, joined=self.joined
@@ -81,7 +87,7 @@ class Controller:
             world, timeout_seconds=world.timeout_seconds, made=[lanes[1:] for lanes in connections]
         )
         hosts = nodes if settings.by_host else None
-        self.state.plane = DataPlane(transport, world.rank, self._activity, hosts)
+        self.state.plane = DataPlane(transport, world.rank, self._activity, hosts, self.devices)
         self._thread = threading.Thread(target=self._run, name="farandole-negotiation", daemon=True)
         self._thread.start()
 

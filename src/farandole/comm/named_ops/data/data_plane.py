@@ -3,6 +3,9 @@
 One thread, so that a long transfer holds up neither announcements nor small operations. Allreduces of a batch are
 packed into one buffer, which travels in segments; everything else is one conversation an operation, several of
 which are on their way at once.
+
+Tensors on a device go by groups of its backend, where all ranks have one there. By codecs, by Adasum and while a
+rank has joined they are copied through CPU memory.
 """
 
 from __future__ import annotations
@@ -16,17 +19,19 @@ import torch
 
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...codecs.registry import make_codec
+from ...device.streams import streams_of
 from ...sessions.segments import segment_elements
 from ...sessions.units import UnitStates
-from ...transport.comm_thread import ITEM_TAGS, CommThread, Conversation, SegmentWork
+from ...transport.comm_thread import ITEM_TAGS, BucketWork, CommThread, Conversation, SegmentWork
 from ...transport.rank_group import RankGroup
 from ...transport.transport import Transport
 from ..operations.operation import Operation
 from . import collectives
 from .auto_codecs import AutoCodecs
 from .codec_states import StatesByName
+from .group_thread import DeviceGroups, GroupThread
 from .host_groups import HostGroups, host_groups
-from .inline import deliver, input_of, to_device_of, zeros_matter
+from .inline import CPU, deliver, input_of, to_device_of, zeros_matter
 
 PIECE_BYTES = 2 * 2**20
 """Bytes of a segment that each rank sums."""
@@ -40,9 +45,21 @@ Done = Callable[[Sequence[Any], BaseException | None], None]
 class DataPlane:
     """This rank's part of large operations."""
 
-    def __init__(self, transport: Transport, rank: int, log: Activity, hosts: Sequence[int] | None) -> None:
-        """`hosts`: the number of each rank's host, for sums that meet there first; None: none do."""
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        log: Activity,
+        hosts: Sequence[int] | None,
+        devices: DeviceGroups | None = None,
+    ) -> None:
+        """`hosts`: the number of each rank's host, for sums that meet there first; None: none do.
+
+        `devices`: groups for tensors on this rank's device; None: they go through CPU memory.
+        """
         self._transport = transport
+        self._devices = devices
+        self._on_device: GroupThread | None = None
         self._hosts = hosts
         self._rank = rank
         self._log = log
@@ -57,10 +74,13 @@ class DataPlane:
         Called with the controller's lock, which `done` takes too: no operation is done before its ticket knows
         what carries it.
         """
-        if self._conductor is None:
-            self._conductor = CommThread(self._transport)
         self._running += 1
         first, prepare = operations[0], None
+        if self._goes_by_group(first):
+            self._start_on_device(number, operations, done)
+            return
+        if self._conductor is None:
+            self._conductor = CommThread(self._transport)
         circle, codec = RankGroup(first.present, self._rank), first.signature.codec
         if codec == AUTO:
             codec, choose = self._auto.next(first, self._groups(first, NONE))
@@ -76,9 +96,28 @@ class DataPlane:
         else:
             items = batch.move_items()
         work = self._conductor.submit(items, prepare, batch.complete, failed=batch.failed, number=number)
-        nbytes = [operation.signature.nbytes for operation in operations]
-        for operation, own in zip(operations, nbytes, strict=True):
-            operation.ticket.carried_by(work, own / (sum(nbytes) or 1), codec)
+        _note_carrier(operations, work, codec)
+
+    def _goes_by_group(self, operation: Operation) -> bool:
+        """Return whether the tensors of an operation stay on the device; the same on all its ranks."""
+        signature, tensor = operation.signature, operation.tensor
+        if self._devices is None or tensor is None or streams_of(tensor.device) is None:
+            return False
+        is_exact = signature.is_exact and signature.reduction != "adasum"
+        return is_exact and not operation.absent and self._devices.of(operation.present) is not None
+
+    def _start_on_device(self, number: int, operations: Sequence[Operation], done: Done) -> None:
+        assert self._devices is not None, "asked before"
+        if self._on_device is None:
+            self._on_device = GroupThread(self._devices)
+        circle = RankGroup(operations[0].present, self._rank)
+        batch = _Batch(operations, circle, None, self._log, partial(self._ended, done), on_device=self._on_device)
+        is_sum = operations[0].signature.kind == "allreduce"
+        items = batch.sum_items() if is_sum else batch.move_items()
+        work = self._on_device.submit(items, None, batch.complete, failed=batch.failed, number=number)
+        for operation in operations:
+            operation.ticket.keep_result()
+        _note_carrier(operations, work, NONE)
 
     def _groups(self, operation: Operation, codec: str) -> HostGroups | None:
         """Return by whom an operation is reduced host by host; None where all ranks exchange with each other.
@@ -97,11 +136,15 @@ class DataPlane:
     def abort(self) -> None:
         """Make what is on its way fail at once."""
         self._transport.abort()
+        if self._on_device is not None:
+            self._on_device.abort()
 
     def close(self) -> None:
         """End the thread and close the connections; what is on its way fails."""
         if self._running:
-            self._transport.abort()
+            self.abort()
+        if self._on_device is not None:
+            self._on_device.close()
         if self._conductor is None:
             self._transport.close()
         else:
@@ -127,8 +170,13 @@ class _Batch:
         groups: HostGroups | None,
         log: Activity,
         done: Done,
+        *,
+        on_device: GroupThread | None = None,
     ) -> None:
         self._operations = operations
+        self._on_device = on_device
+        self._home = CPU if on_device is None else on_device.device
+        """Where tensors are while they travel."""
         self._circle = circle
         self._groups = groups
         self._seat = circle.seat
@@ -144,13 +192,24 @@ class _Batch:
 
     def complete(self) -> None:
         """All conversations have ended."""
-        self._activity(f"TCP_{self._operations[0].signature.kind.upper()}", self._began_seconds)
-        self._finish()
-        self._done(self._results, None)
+        way = "TCP" if self._on_device is None else self._on_device.backend
+        self._activity(f"{way}_{self._operations[0].signature.kind.upper()}", self._began_seconds)
+        if self._on_device is None:
+            self._finish()
+        else:
+            self._on_device.land(self._finish)
+        results = self._results
+        self._let_go()
+        self._done(results, None)
 
     def failed(self, problem: BaseException) -> None:
         """Something stopped it."""
+        self._let_go()
         self._done([], problem)
+
+    def _let_go(self) -> None:
+        """Drop the tensors at once: this object knows itself, and would wait for Python's search for cycles."""
+        self._finish, self._results, self._flat, self._out = lambda: None, [], None, None
 
     # -- sums ------------------------------------------------------------------------------------
 
@@ -167,7 +226,8 @@ class _Batch:
             total = sum(counts)
             assert self._operations[0].tensor is not None, "checked at submission"
             fits = PIECE_BYTES // self._operations[0].tensor.element_size() * self._seat.size
-            step = max(1, fits, -(-total // ITEM_TAGS))
+            # Pieces overlap sending and adding up; on a device each would be calls of its own.
+            step = max(1, fits, -(-total // ITEM_TAGS)) if self._on_device is None else max(1, total)
             bounds = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
         return [self._item(partial(self._sum, begin, end)) for begin, end in bounds if begin < end]
 
@@ -185,12 +245,12 @@ class _Batch:
             packing_seconds = time.monotonic()
             if len(self._operations) == 1:
                 operation = self._operations[0]
-                self._flat = input_of(operation).reshape(-1)
-                in_place = operation.request.in_place and operation.tensor is not None and operation.tensor.is_cpu
+                self._flat = self._input(operation).reshape(-1)
+                in_place = operation.request.in_place and self._is_home(operation)
                 self._out = operation.tensor.view(-1) if in_place else torch.empty_like(self._flat)  # type: ignore[union-attr]
             else:
                 self._flat = self._out = torch.cat(
-                    [input_of(operation).reshape(-1) for operation in self._operations]
+                    [self._input(operation).reshape(-1) for operation in self._operations]
                 )
                 self._activity("MEMCPY_IN_FUSION_BUFFER", packing_seconds)
         return self._flat, self._out
@@ -210,7 +270,7 @@ class _Batch:
     def _deliver(self, operation: Operation, flat: torch.Tensor) -> torch.Tensor:
         tensor = operation.tensor
         assert tensor is not None, "checked at submission"
-        if not tensor.is_cpu:
+        if not self._is_home(operation):
             flat = to_device_of(tensor, flat)
         elif flat.data_ptr() == tensor.data_ptr() and operation.request.in_place:
             assert operation.request.tensor is not None, "checked at submission"
@@ -262,7 +322,7 @@ class _Batch:
 
     def _move(self, operation: Operation) -> Conversation:
         self._begin()
-        tensor, kind = input_of(operation), operation.signature.kind
+        tensor, kind = self._input(operation), operation.signature.kind
         if kind == "broadcast":
             flat = tensor.reshape(-1)
             root = operation.present.index(operation.signature.root)
@@ -281,13 +341,22 @@ class _Batch:
         tensor = operation.tensor
         assert tensor is not None, "checked at submission"
         if operation.signature.kind == "broadcast":
-            is_in_place = tensor.is_cpu or operation.signature.root == self._circle.rank
+            is_in_place = self._is_home(operation) or operation.signature.root == self._circle.rank
             moved = operation.request.tensor if is_in_place else self._deliver(operation, moved)
         elif isinstance(moved, tuple):
             moved = (to_device_of(tensor, moved[0]), moved[1])
         else:
             moved = to_device_of(tensor, moved)
         self._results[index] = moved
+
+    def _input(self, operation: Operation) -> torch.Tensor:
+        """Return an operation's tensor where tensors travel; on a device behind what made it."""
+        if self._on_device is not None and operation.ready_event is not None:
+            self._on_device.streams.wait(operation.ready_event)
+        return input_of(operation, self._home)
+
+    def _is_home(self, operation: Operation) -> bool:
+        return operation.tensor is not None and operation.tensor.device == self._home
 
     def _item(
         self, begin: Callable[[], Conversation], finish: Callable[[Any], None] = lambda result: None
@@ -301,6 +370,12 @@ class _Batch:
 
     def _activity(self, activity: str, begin_seconds: float) -> None:
         self._log(self._names, activity, begin_seconds, time.monotonic())
+
+
+def _note_carrier(operations: Sequence[Operation], work: BucketWork, codec: str) -> None:
+    nbytes = [operation.signature.nbytes for operation in operations]
+    for operation, own in zip(operations, nbytes, strict=True):
+        operation.ticket.carried_by(work, own / (sum(nbytes) or 1), codec)
 
 
 @cache

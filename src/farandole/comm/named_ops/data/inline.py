@@ -17,6 +17,7 @@ from ..operations.signature import DTYPES, Signature
 from .adasum import adasum
 from .reductions import finish, fold, scale
 
+CPU = torch.device("cpu")
 SMALL_BYTES = 64 * 1024
 """What a rank sends in all for a small operation, at most."""
 
@@ -104,14 +105,14 @@ def deliver(operation: Operation, flat: torch.Tensor) -> torch.Tensor:
     return flat.view(operation.signature.shape)
 
 
-def input_of(operation: Operation) -> torch.Tensor:
-    """Return the operation's tensor in CPU memory, scaled."""
+def input_of(operation: Operation, home: torch.device = CPU) -> torch.Tensor:
+    """Return the operation's tensor, scaled, in the memory of `home`."""
     tensor = operation.tensor
     assert tensor is not None, "checked at submission"
-    if not tensor.is_cpu:
+    if tensor.device != home:
         if operation.ready_event is not None:
             operation.ready_event.synchronize()
-        tensor = tensor.cpu()
+        tensor = tensor.to(home)
     return scale(tensor, operation.signature.prescale)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...device.streams import streams_of
 from ...transport.comm_thread import BucketWork
 from .request import Request, Travel
 from .response_cache import CacheEntry
@@ -36,8 +37,8 @@ class PendingTicket:
     """
 
     __slots__ = (
-        "_before_wait", "_callbacks", "_carrier", "_codec", "_done", "_driver", "_error", "_gate", "_on_finish",
-        "_travel", "_value", "waits_since_seconds",
+        "_before_wait", "_callbacks", "_carrier", "_codec", "_done", "_driver", "_error", "_gate", "_is_kept",
+        "_on_finish", "_travel", "_value", "waits_since_seconds",
     )  # fmt: skip
 
     def __init__(self, before_wait: Callable[[], None], driver: TicketDriver | None = None) -> None:
@@ -52,6 +53,8 @@ class PendingTicket:
         self._carrier: tuple[BucketWork, float] | None = None
         """What carries the operation, and which share of that it is; until it is done, as it holds tensors."""
         self._codec = ""
+        self._is_kept = False
+        """Whether the result is kept for the stream of who waits."""
         self._travel = Travel(0.0, 0.0, 0)
         self.waits_since_seconds: float | None = None
         """When a thread first began to wait for it; None: none did."""
@@ -80,7 +83,16 @@ class PendingTicket:
             self._sleep()
         if self._error is not None:
             raise copy.copy(self._error)  # each caller's own, so that tracebacks do not grow
+        if self._is_kept:
+            for each in self._value if isinstance(self._value, tuple) else (self._value,):
+                streams = streams_of(each.device)
+                if streams is not None:
+                    streams.keep(each)
         return self._value
+
+    def keep_result(self) -> None:
+        """The result is made on a stream of its own: see [Note: done on the device] in `group_thread`."""
+        self._is_kept = True
 
     def carried_by(self, work: BucketWork, share: float, codec: str) -> None:
         """Note what carries the operation, which share of that it is, and by which codec."""

@@ -1,0 +1,218 @@
+"""Named operations on a simulated accelerator: by groups of the backend, the bits of CPU memory, and the waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+import farandole.horovod.torch as hvd
+from farandole.comm.device.streams import simulate_device
+from farandole.comm.named_ops.data.group_thread import GroupThread
+from farandole.comm.transport.comm_thread import BucketWork
+from farandole.core.vocabulary.errors import CommError
+from tests.ranks.pool import ranks
+from tests.ranks.test_horovod_ops import MOVED, numbers, same
+from tests.simulated_device import MAIN, Event, Race, SimulatedDevice
+
+_CPU = torch.device("cpu")
+
+
+class ThreadedDevice(SimulatedDevice):
+    """A simulated device that two threads tell what to do: each has a current stream, and is looked at."""
+
+    def __init__(self, *left_out: str) -> None:
+        self._of_thread, self._lock = threading.local(), threading.RLock()
+        super().__init__(left_out)
+        self.owner = threading.current_thread()
+
+    @property
+    def current(self) -> str:
+        """The stream of the thread that asks."""
+        return getattr(self._of_thread, "stream", MAIN)
+
+    @current.setter
+    def current(self, stream: str) -> None:
+        self._of_thread.stream = stream
+
+    @contextmanager
+    def on(self, stream: str) -> Generator[None, None, None]:
+        """See `Streams`; a thread of the product's is looked at while it is on a stream."""
+        with super().on(stream), nullcontext() if threading.current_thread() is self.owner else self:
+            yield
+
+    def arrive(self, stream: str, event: Event) -> None:
+        """See `SimulatedDevice`."""
+        with self._lock:
+            super().arrive(stream, event)
+
+    def use(self, *arguments: Any) -> None:
+        """See `SimulatedDevice`."""
+        with self._lock:
+            super().use(*arguments)
+
+
+@contextmanager
+def simulated(*left_out: str) -> Generator[ThreadedDevice, None, None]:
+    device = ThreadedDevice(*left_out)
+    simulate_device(_CPU, device)
+    try:
+        hvd.init()
+        with device:
+            yield device
+    finally:
+        device.left_out = frozenset()
+        hvd.shutdown()
+        simulate_device(_CPU, None)
+
+
+def count_jobs(monkeypatch: pytest.MonkeyPatch) -> list[BucketWork]:
+    """Return the list of jobs that go by groups from now on."""
+    found: list[BucketWork] = []
+    conduct = GroupThread._conduct
+
+    def count(self: GroupThread, job: BucketWork) -> None:
+        found.append(job)
+        conduct(self, job)
+
+    monkeypatch.setattr(GroupThread, "_conduct", count)
+    return found
+
+
+def results(count: int) -> list[torch.Tensor]:
+    """Return what all operations give for tensors of `count` numbers, too large to travel with announcements."""
+    rank, size = hvd.rank(), hvd.size()
+    mine = torch.randn(count, generator=torch.Generator().manual_seed(rank), dtype=torch.float32)
+    lines = count // 100
+    splits = torch.tensor([lines // 2, *[0] * (size - 2), lines - lines // 2], dtype=torch.int32)
+    # Each its own: a collective is taken for one that writes all its tensors.
+    wide, most, narrow, in_place, spread = (
+        mine.double(),
+        mine.bfloat16(),
+        mine.bfloat16(),
+        mine.clone(),
+        mine.double(),
+    )
+    some, fewer, given = mine[: count // 2].clone(), mine[: count // 3].clone(), mine.clone()
+    rows, table, swapped = (
+        mine.view(-1, 100)[: lines // (rank + 1)].clone(),
+        mine.view(-1, 100).clone(),
+        mine.clone(),
+    )
+    handles = [
+        hvd.allreduce_async(mine, name="mean"),
+        hvd.allreduce_async(wide, name="sum", op=hvd.Sum, prescale_factor=0.5),
+        hvd.allreduce_async(most, name="max", op=hvd.Max),
+        hvd.allreduce_async(narrow, name="narrow", op=hvd.Average, postscale_factor=3.0),
+        hvd.allreduce_async_(in_place, name="here", op=hvd.Sum),
+        hvd.grouped_allreduce_async([some, fewer], name="group"),
+        hvd.allgather_async(rows.view(-1, 100), name="rows"),
+        hvd.broadcast_async(given, size - 1, name="copy"),
+        hvd.broadcast_async_(spread, 1, name="over"),
+        hvd.reducescatter_async(table, name="part", op=hvd.Sum),
+        hvd.alltoall_async(swapped.view(-1, 100), splits=splits, name="swap"),
+    ]
+    found: list[torch.Tensor] = []
+    for handle in handles:
+        result = hvd.synchronize(handle)
+        found += result if isinstance(result, (list, tuple)) else [result]
+    assert found[4] is in_place
+    return [each * 1 for each in found]
+
+
+@pytest.mark.parametrize("count", [30_000, 700_100])
+@ranks(4)
+def test_all_operations_have_the_bits_of_cpu_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = count_jobs(monkeypatch)
+    hvd.init()
+    expected = results(count)
+    assert not jobs
+    hvd.shutdown()
+    with simulated() as device:
+        found = results(count)
+        assert not device.host_waits or set(device.host_waits) == {"outside"}, device.host_waits
+    assert len(jobs) >= 8
+    assert sum(job.sent_bytes for job in jobs) > 4 * count
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same(ours, theirs)
+
+
+@ranks(2)
+def test_every_type_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = count_jobs(monkeypatch)
+    with simulated():
+        for dtype in MOVED:
+            mine = numbers(hvd.rank(), (40_000, 2), dtype)
+            both = torch.cat([numbers(rank, (40_000, 2), dtype) for rank in range(2)])
+            assert same(hvd.allgather(mine, name=f"{dtype}"), both)
+    assert len(jobs) == len(MOVED)
+
+
+FOUND = {"launch": r"on operations and .* on main", "read": r"on main and .* on operations", "keep": "was let go"}
+
+
+def use_three_times() -> None:
+    """Make a tensor, have it summed, use the result and let it go; a moment later, so that no thread holds it."""
+    for step in range(3):
+        mine = torch.ones(200_000, dtype=torch.float32).mul_(2)
+        hvd.allreduce(mine, name=f"{step}", op=hvd.Sum).add_(1)
+        time.sleep(0.05)
+        mine.mul_(2)
+
+
+@pytest.mark.parametrize("left_out", FOUND)
+@ranks(2)
+def test_a_wait_that_is_left_out_is_found(left_out: str) -> None:
+    """One for each of them: the device waits for who submits, and who waits for the device, and for its memory."""
+    with simulated(left_out), pytest.raises((Race, RuntimeError), match=FOUND[left_out]):
+        use_three_times()
+
+
+@ranks(3, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+def test_process_sets_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = count_jobs(monkeypatch)
+    with simulated():
+        pairs = [hvd.add_process_set([0, 2]), hvd.add_process_set([1, 2])]
+        for process_set in pairs:
+            if process_set.included():
+                mine = torch.full((100_000,), float(hvd.rank()), dtype=torch.float64)
+                total = hvd.allreduce(mine, op=hvd.Sum, process_set=process_set)
+                assert torch.equal(total, torch.full_like(mine, float(sum(process_set.ranks or ()))))
+        assert len(jobs) == 1 + (hvd.rank() == 2)
+        for _ in range(2):
+            assert hvd.remove_process_set(pairs[0])
+            pairs[0] = hvd.add_process_set([0, 2])
+        if hvd.rank() != 1:
+            swapped = hvd.broadcast(torch.full((90_000,), hvd.rank(), dtype=torch.int64), 2, process_set=pairs[0])
+            assert bool((swapped == 2).all())
+
+
+@ranks(2)
+def test_what_needs_cpu_memory_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codecs, Adasum, and sums without a rank that has joined."""
+    jobs = count_jobs(monkeypatch)
+    with simulated():
+        mine = torch.full((100_000,), 1.0 + hvd.rank(), dtype=torch.float32)
+        hvd.allreduce(mine, name="coded", compression=hvd.Compression.fp16)
+        assert len(jobs) <= 1, "a compressor is a cast, and its sum may go by the group"
+        before = len(jobs)
+        hvd.allreduce(mine, name="adasum", op=hvd.Adasum)
+        if hvd.rank() == 0:
+            alone = hvd.allreduce(mine, name="alone", op=hvd.Sum)
+            assert torch.equal(alone, mine)
+        hvd.join()
+        assert len(jobs) == before
+
+
+@ranks(2)
+def test_a_failure_on_the_device_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated():
+        if hvd.rank() == 1:
+            monkeypatch.setattr(GroupThread, "land", lambda *_: 1 / 0)
+        with pytest.raises((CommError, RuntimeError), match="ZeroDivisionError"):
+            use_three_times()
