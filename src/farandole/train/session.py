@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from ..comm.device.accelerator import unique_id
 from ..comm.world.connect import connect, watch_forks
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
@@ -32,9 +31,10 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Started
 from ..observe.record.event_writer import EventWriter
 from ..observe.record.garbage import GarbageWatch
-from ..observe.record.host_sampler import GpuFacts, HostSampling, find_gpu
+from ..observe.record.host_sampler import HostSampling
 from ..observe.record.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.record.traffic_watch import TrafficWatch
+from ..parallel.instrument.device_figures import figures_of
 from ..parallel.instrument.predicted_facts import peak_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import watch_facts
@@ -233,7 +233,7 @@ class TrainSession:
         if self._directory is not None:
             watch_facts(here)
             watch_saving(here)
-            recorders.append(HostSampling(self._recorder.record, _gpu(here), peak_bytes=peak_of(here)))
+            recorders.append(HostSampling(self._recorder.record, figures_of(here), peak_bytes=peak_of(here)))
             if here.node_count > 1:
                 recorders.append(TrafficWatch(self._recorder.record))
             self._garbage = GarbageWatch(self._recorder.record)
@@ -260,8 +260,3 @@ def _forked() -> None:
     """In a forked child: leave nothing of the parent's for the end of the process."""
     atexit.unregister(shutdown)
     _crashes.forget()
-
-
-def _gpu(here: World) -> GpuFacts | None:
-    name = unique_id(here.device)
-    return find_gpu(name) if name else None

@@ -1,7 +1,7 @@
 """What the host and this process are doing, about once a second: read from the kernel at the end of a step.
 
 No thread: a step longer than a second is one sample. What a system does not tell is None. An accelerator is asked
-through nvidia-ml-py, where that is installed.
+through nvidia-ml-py, where that is installed; else through what the caller has.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ...core.host.resident import peak_resident_bytes, resident_bytes
 from ...core.vocabulary.events import SETUP_THREAD, Event, Sample, Setup, StepDone
@@ -28,13 +28,23 @@ _INTERFACES = Path("/sys/class/net")
 _SWAP_COUNTERS = ("pswpin", "pswpout")
 
 
+class AcceleratorFigures(Protocol):
+    """What tells of one accelerator."""
+
+    def read(self) -> tuple[float | None, int | None, int | None]:
+        """Return (share of the time it ran something, bytes used, bytes in all); None for what it does not say."""
+
+    def close(self) -> None:
+        """Let go of it."""
+
+
 class HostSampling:
     """A recorder that hands a `Sample` to `record` at the ends of steps, when one is due."""
 
     def __init__(
         self,
         record: Callable[[Sample | Setup], None],
-        gpu: GpuFacts | None = None,
+        gpu: AcceleratorFigures | None = None,
         *,
         every_seconds: float = EVERY_SECONDS,
         peak_bytes: Callable[[], int | None] = peak_resident_bytes,
@@ -91,7 +101,7 @@ class _Counters:
     def read(cls) -> _Counters:
         return cls()
 
-    def since(self, before: _Counters, gpu: GpuFacts | None) -> Sample:
+    def since(self, before: _Counters, gpu: AcceleratorFigures | None) -> Sample:
         span = max(self.at_seconds - before.at_seconds, 1e-9)
         ticks = _difference(self.machine_all, before.machine_all)
         busy = _difference(self.machine_busy, before.machine_busy)
@@ -157,7 +167,7 @@ class GpuFacts:
         self._handle = handle
 
     def read(self) -> tuple[float | None, int | None, int | None]:
-        """Return (share of the time it ran something, bytes used, bytes in all); None for what it does not say."""
+        """See `AcceleratorFigures`."""
         share = used = total = None
         with contextlib.suppress(self._library.NVMLError):
             share = self._library.nvmlDeviceGetUtilizationRates(self._handle).gpu / 100
