@@ -8,6 +8,7 @@ stream other than the one it was made on may still use it, and a copy that the h
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Generator, Iterable
@@ -91,6 +92,8 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()
         self.left_out = frozenset(left_out)
         self.current = MAIN
+        self.marks_read = 0
+        """How often the host asked for the time between two marks."""
         self.host_waits: list[str] = []
         """Where the host asked for a number of a tensor."""
         self._clocks: dict[str, Clock] = defaultdict(lambda: defaultdict(int))
@@ -122,6 +125,16 @@ class SimulatedDevice(TorchDispatchMode):
         if "read" not in self.left_out:
             self.arrive(HOST, event)
         return True
+
+    def mark(self) -> tuple[Event, float]:
+        """See `Streams`."""
+        return self.record(), time.monotonic()
+
+    def seconds_between(self, first: tuple[Event, float], last: tuple[Event, float]) -> float:
+        """See `Streams`."""
+        self.arrive(HOST, last[0])
+        self.marks_read += 1
+        return last[1] - first[1]
 
     def keep(self, tensor: torch.Tensor) -> None:
         """See `Streams`."""

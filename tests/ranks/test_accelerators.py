@@ -21,7 +21,7 @@ from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 
-REMEDY = 'on an accelerator use another codec than auto, threshold and your own, and route "auto" or "flat"'
+REMEDY = 'on an accelerator use another codec than threshold and your own, and route "auto" or "flat"'
 
 
 def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:

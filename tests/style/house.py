@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 90_460
+CODE_LINES = 90_650
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -53,7 +53,8 @@ diagnosis, and a measured choice between them and codecs in each step; 590 for b
 copies ahead of the step, for what waits until the loop has them, and for workers by what is measured; 380 for
 kernels of codecs on a GPU, their trial at first use, and floats of 8 bits; 960 for a device that is compared with
 the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 for one seam to accelerators;
-200 for named operations on a device by groups of its backend; 20 for the memory of a device without NVML.
+200 for named operations on a device by groups of its backend; 20 for the memory of a device without NVML;
+190 for codec auto on a device.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

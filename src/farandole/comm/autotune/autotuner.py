@@ -153,7 +153,7 @@ class Autotuner:
     def _probe_and_choose(self) -> CodecChoice | None:
         """Measure the link; return what is better for it than what there is."""
         before, late, began = self._links, self._steps.is_late, time.monotonic()
-        self._links = self._conductor.run(self._measure)
+        self._links = self._find_links()
         self._learn(before)
         found = self._judge()
         other_link = any(not is_same_link(before[route], link) for route, link in self._links.items() if before)
@@ -179,6 +179,10 @@ class Autotuner:
         if self._world.rank == 0 and (self._speaks or best.main_codec != before):
             write_notice(self._explain(best) if is_verbose() else self._summarise(best))
         return best
+
+    def _find_links(self) -> dict[str, LinkModel]:
+        """Return the links by route, the same on all ranks; called by all of them at once."""
+        return self._conductor.run(self._measure)
 
     def _measure(self, transport: Transport) -> dict[str, LinkModel]:
         """Return the links by route; the first time, choose how many connections to use as well."""
@@ -227,6 +231,9 @@ class Autotuner:
     def _expect(self, choice: CodecChoice) -> None:
         self.choice = choice
         self._steps = ChosenSteps(choice.seconds, self._predict(choice))
+        self._sum_by_link(choice)
+
+    def _sum_by_link(self, choice: CodecChoice) -> None:
         link, lines = self._links[choice.route], self._routes[choice.route]
         self._conductor.transport.sum_by = partial(_cheapest_sum, link, lines.circle.seat.size)
 
@@ -256,12 +263,14 @@ class Autotuner:
         if not self._plan.lossy:
             why += "; lossy codecs are not allowed (plan key lossy)"
         rate = format_bits_per_second(8 * link.bytes_per_second)
-        lanes = self._conductor.transport.used_lanes
         return (
             f"codec auto, {self._model}: {_what(best)}, buckets of {best.bucket_bytes >> 20} MiB: {why}; "
-            f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round, "
-            f"{lanes} connection{'s' if lanes > 1 else ''}"
+            f"link {rate} a rank, {format_seconds(link.latency_seconds)} a round{self._connections()}"
         )
+
+    def _connections(self) -> str:
+        lanes = self._conductor.transport.used_lanes
+        return f", {lanes} connection{'s' if lanes > 1 else ''}"
 
     def _gather_profiles(self) -> dict[str, StepProfile]:
         memory = self._first.memory

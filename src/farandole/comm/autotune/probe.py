@@ -13,6 +13,7 @@ from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..codecs.registry import make_codec
+from ..device.streams import streams_of
 from ..host_memory.shared_tensor import SharedMemory
 from ..host_memory.switch_tensor import SwitchGroup
 from ..messages.message import GroupRank, Message
@@ -31,6 +32,9 @@ _PARTS = 4
 _INTRA_HOST_ELEMENTS = 256 * 1024
 _WORTH_CONNECTIONS = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
+_DEVICE_ELEMENTS = 4 * 2**20
+"""Enough that the kernels take longer than their launches."""
+_CPU = torch.device("cpu")
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
 _FIRST_BYTES = 256 * 1024
@@ -158,16 +162,20 @@ def probe_seconds(link: LinkModel, size: int, gradient_bytes: int = _LARGEST_BYT
     return communication_seconds(_REPEATS * moved, link.bytes_per_second, 6 * _ROUNDS, link.latency_seconds)
 
 
-def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
-    """Return what each codec costs one rank of `size` here: the median of three short runs each."""
+def measure_codecs(names: tuple[str, ...], size: int, device: torch.device = _CPU) -> dict[str, CodecSpeed]:
+    """Return what each codec costs one rank of `size` here: the median of three short runs each.
+
+    On an accelerator seconds of the device, for which the host waits.
+    """
     found = {}
-    ranks = min(size, 4)
+    ranks, streams = min(size, 4), streams_of(device)
+    side, elements = (512, _SEGMENT_ELEMENTS) if streams is None else (2048, _DEVICE_ELEMENTS)
     for name in names:
         spec = CodecSpec.parse(name)
         codec = make_codec(spec)
-        shape = (512, 512) if spec.granularity == "matrix" else (_SEGMENT_ELEMENTS * ranks // 2,)
+        shape = (side, side) if spec.granularity == "matrix" else (elements * ranks // 2,)
         generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(shape, dtype=torch.float32, generator=generator) for _ in range(ranks)]
+        grads = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in range(ranks)]
         groups = [GroupRank(rank, ranks) for rank in range(ranks)]
         states = [codec.init(grad, group) for grad, group in zip(grads, groups, strict=True)]
         times = []
@@ -178,9 +186,12 @@ def measure_codecs(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
                 as_encoding(codec.exchange(unit, state, group), unit)
                 for unit, state, group in zip(units, states, groups, strict=True)
             ]
-            began = time.thread_time()
+            began = time.thread_time() if streams is None else streams.mark()
             together = simulate(encodings)
-            times.append((time.thread_time() - began) / ranks)
+            spent = (
+                time.thread_time() - began if streams is None else streams.seconds_between(began, streams.mark())
+            )
+            times.append(spent / ranks)
             sent, states = together.sent_bytes[0], together.states
         nbytes = grads[0].numel() * 4
         exact = ring_bytes(nbytes, ranks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,6 +18,8 @@ from ..world.world import World
 from .probe import measure_codecs
 
 Parameters = Sequence[tuple[str, torch.nn.Parameter]]
+MeasureCodecs = Callable[[tuple[str, ...], int], dict[str, CodecSpeed]]
+"""Takes names of codecs and the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,17 +60,30 @@ def local_times(passes: Sequence[PassTimings], intra_host: tuple[float, float]) 
 
 
 def gather_profiles(
-    world: World, plan: Plan, routes: Mapping[str, Route], parameters: Parameters, times: LocalTimes
+    world: World,
+    plan: Plan,
+    routes: Mapping[str, Route],
+    parameters: Parameters,
+    times: LocalTimes,
+    *,
+    measure: MeasureCodecs = measure_codecs,
+    takes_from_backward: bool | None = None,
 ) -> dict[str, StepProfile]:
-    """Return the profile of a step by route, the same on all ranks. Called by all ranks."""
+    """Return the profile of a step by route, the same on all ranks. Called by all ranks.
+
+    `measure`: what tells the cost of codecs. `takes_from_backward`: whether they compute where the backward pass
+    does; None: by cores.
+    """
+    if takes_from_backward is None:
+        takes_from_backward = len(os.sched_getaffinity(0)) <= torch.get_num_threads()
     names = CANDIDATES if plan.lossy else CANDIDATES[:1]
     circles = {name: each.everyone if each.memory is None else each.across for name, each in routes.items()}
-    speeds = {route: _speeds(names, circle.seat.size) for route, circle in circles.items()}
+    speeds = {route: _speeds(names, circle.seat.size, measure) for route, circle in circles.items()}
     local = {
         "forward": times.forward,
         "backward": times.backward,
         "ready": [round(moment, 6) for moment in times.ready],
-        "shares_core": len(os.sched_getaffinity(0)) <= torch.get_num_threads(),
+        "shares_core": takes_from_backward,
         "speeds": {
             route: {name: speed.seconds_per_byte for name, speed in measured.items()}
             for route, measured in speeds.items()
@@ -102,9 +117,9 @@ def gather_profiles(
     return profiles
 
 
-def _speeds(names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
+def _speeds(names: tuple[str, ...], size: int, measure: MeasureCodecs) -> dict[str, CodecSpeed]:
     """Return what codecs cost among `size` ranks; where a rank is alone nothing is sent, and no codec is used."""
-    return {NONE: CodecSpeed(0.0, 1.0)} if size == 1 else measure_codecs(names, size)
+    return {NONE: CodecSpeed(0.0, 1.0)} if size == 1 else measure(names, size)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter, ready_seconds: float, shards: int) -> Gradient:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .accelerator import model_of
+from .accelerator import model_of, timing_event
 
 
 class HostCopy(Protocol):
@@ -62,6 +62,12 @@ class Streams(Protocol):
 
     def has_passed(self, event: Any) -> bool:
         """Return whether the device has done all that was told before `event`."""
+
+    def mark(self) -> Any:
+        """Return a mark behind all that was told to the current stream, which keeps when the device passed it."""
+
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Return the seconds from one mark to another; the host waits for the device to pass `last`."""
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep the memory of `tensor`, made on another stream, until the current one is done with it, too."""
@@ -134,6 +140,15 @@ class _DeviceStreams:
 
     def has_passed(self, event: torch.Event) -> bool:
         return event.query()
+
+    def mark(self) -> torch.Event:
+        mark = timing_event(self._device)
+        mark.record(self.current)
+        return mark
+
+    def seconds_between(self, first: torch.Event, last: torch.Event) -> float:
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3
 
     def keep(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(self.current)

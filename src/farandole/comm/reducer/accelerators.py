@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.step_model.prediction import CANDIDATES
+from ...core.vocabulary.codec_spec import AUTO, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
 from ..codecs.registry import runs_on_devices
@@ -20,7 +21,7 @@ from ..device.streams import streams_of
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 
-REMEDY = 'on an accelerator use another codec than auto, threshold and your own, and route "auto" or "flat"'
+REMEDY = 'on an accelerator use another codec than threshold and your own, and route "auto" or "flat"'
 _REMEDY_OF_SHARDS = "on an accelerator use zero = 3, or 0"
 _REMEDY_OF_SESSIONS = 'on an accelerator use codec "none" and route "auto" or "flat"'
 _ROUTES = ("server", "sharded_server")
@@ -46,7 +47,7 @@ def refuse_messages(
     the sums alone. `sessions`: whether codecs exchange whole tensors outside of backward passes. To be called by
     all ranks.
     """
-    codecs_there = [codec for codec in codecs if not sessions and runs_on_devices(CodecSpec.parse(codec))]
+    codecs_there = [codec for codec in codecs if not sessions and _can_be_there(CodecSpec.parse(codec))]
     requested = [f"zero = {plan.zero}"] if shards else []
     requested += [f"codec {codec!r}" for codec in codecs if codec not in codecs_there]
     requested += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
@@ -70,8 +71,25 @@ def refuse_messages(
                 remedy="move the whole model to one device, or use codec none",
             )
     for codec in codecs_there:
-        if CodecSpec.parse(codec).granularity == "matrix":
+        if codec != AUTO and CodecSpec.parse(codec).granularity == "matrix":
             _refuse_unlike_products(codec, places)
+
+
+def refused_candidates(world: World, parameters: Sequence[tuple[str, torch.Tensor]], plan: Plan) -> list[str]:
+    """Return what codec "auto" must not choose on these devices, the same on all ranks; to be called by all."""
+    found = []
+    for codec in CANDIDATES if plan.lossy else ():
+        if CodecSpec.parse(codec).granularity == "matrix":
+            try:
+                refuse_messages(world, parameters, plan, codecs=[codec])
+            except PlanError:
+                found.append(codec)
+    return found
+
+
+def _can_be_there(spec: CodecSpec) -> bool:
+    """Return whether a codec can be asked for on a device; "auto" chooses among those that can."""
+    return spec.is_auto or runs_on_devices(spec)
 
 
 class _Devices(NamedTuple):

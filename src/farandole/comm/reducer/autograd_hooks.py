@@ -115,6 +115,8 @@ class BackwardPasses:
             self._mark_ready_again(index, task)
         self._seen[index] = 1
         self.times.ready_seconds[index] = time.monotonic()
+        if parts.marks is not None:
+            parts.marks.is_ready(index)
         if parts.in_flight.on_device is not None:
             parts.in_flight.on_device.note_stream()
         bucket = parts.buckets.bucket_of[index]
@@ -158,6 +160,8 @@ class BackwardPasses:
         self._arrivals = []
         self._seen = bytearray(len(self._seen))
         self.times.open(len(self._seen), is_tuned=(self._parts.tuner or self._parts.log) is not None)
+        if self._parts.marks is not None:
+            self._parts.marks.backward_begins()
         if share.watches or share.count_number:
             factor = share.pass_opens(torch._C._current_graph_task_id())
             self._refuse_old_count(share.count_number)
@@ -283,7 +287,7 @@ class BackwardPasses:
         parts = self._parts
         wait_begin = time.monotonic()
         self._record_backward(wait_begin)
-        parts.in_flight.wait(self.steps_begun, self.exchanges_done)
+        parts.wait(self.steps_begun, self.exchanges_done)
         if parts.buckets.carry_over.is_active:
             parts.buckets.settle_carry_over()
         wait_end = time.monotonic()

@@ -11,6 +11,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
 from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog, look
+from ..autotune.on_device import DeviceAutotuner, DeviceMeasures
 from ..autotune.profile import PassTimings
 from ..buckets.bucket_set import BucketSet
 from ..codecs.eligibility import choose_codec
@@ -19,7 +20,7 @@ from ..gradients.loss_scale import LossScale
 from ..routes.route import TRIED_CONNECTIONS, Route
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .accelerators import device_of, refuse_messages
+from .accelerators import device_of, refuse_messages, refused_candidates
 from .in_flight import InFlightBuckets
 from .nonfinite import NonFiniteGuard
 from .open_route import OpenRoute
@@ -40,6 +41,8 @@ class ReducerParts:
     open_route: OpenRoute = field(init=False)
     in_flight: InFlightBuckets = field(init=False)
     tuner: Autotuner | None = field(init=False, default=None)
+    marks: DeviceMeasures | None = field(init=False, default=None)
+    """Where steps on a device are profiled, while they are."""
     log: PassLog | None = field(init=False, default=None)
     """What a tuner of the whole job asks for."""
     keys: ExchangeKeys | None = field(init=False, default=None)
@@ -74,8 +77,15 @@ class ReducerParts:
         is_tuned = self.plan.codec == AUTO and route.route in ("flat", "hierarchical")
         if is_tuned:
             named, request = self.buckets.table.named, self.buckets.probe_request
-            self.tuner = Autotuner(self.world, self.plan, route, named, request, model=self.options.model)
-        codecs.set_default_codec(route, always=is_tuned)
+            if route.on_device is None:
+                self.tuner = Autotuner(self.world, self.plan, route, named, request, model=self.options.model)
+            else:
+                left_out = refused_candidates(self.world, named, self.plan)
+                self.marks = DeviceMeasures(self.world, route, self.buckets.table.parameters, left_out=left_out)
+                self.tuner = DeviceAutotuner(
+                    self.world, self.plan, route, named, request, model=self.options.model, measures=self.marks
+                )
+        codecs.set_default_codec(route, always=is_tuned and route.on_device is None)
 
     def route_of_new_buckets(self) -> Route:
         """Return the route that codec "auto" chose, where it chooses; else the one there is."""
@@ -142,11 +152,21 @@ class ReducerParts:
         self.buckets.codecs.set_default_codec(lines, always=False)
         self.buckets.rebuild_buckets(changed, keys.bucket_bytes, lines, first_bucket_bytes=keys.first_bucket_bytes)
 
+    def wait(self, steps_begun: int, exchanges_done: int) -> None:
+        """See `InFlightBuckets.wait`."""
+        if self.marks is not None:
+            self.marks.wait_begins()
+        self.in_flight.wait(steps_begun, exchanges_done)
+        if self.marks is not None:
+            self.marks.wait_ends()
+
     def take_times(self, timings: PassTimings) -> None:
         """Tell who tunes of an exchange, and switch to what codec "auto" chooses."""
         if self.log is not None:
             self.log.take(timings)
         choice = None if self.tuner is None else self.tuner.after_exchange(timings)
+        if self.marks is not None and self.marks.is_over:
+            self.marks = None
         if self.tuner is not None and choice is not None:
             self.open_route.name, self.open_route.reason = self.tuner.lines.route, self.tuner.lines.reason
             codecs = {name: CodecSpec.parse(codec) for name, codec in choice.codecs.items()}

@@ -171,6 +171,8 @@ class GradientReducer:
             self.parts.local.forget_cleared()
             if self.before_forward is not None:
                 self.before_forward()
+        if self.parts.marks is not None:
+            self.parts.marks.forward_begins()
         times = self.passes.times
         times.forward_begin_seconds = times.forward_begin_seconds or time.monotonic()
 

@@ -23,7 +23,7 @@ from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import all_reduce
 from ..device.streams import Streams
 from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import Message, check
+from ..messages.message import GroupRank, Message, check
 from .comm_thread import Conversation, SegmentWork
 from .group_messages import exchange_by_group
 
@@ -62,6 +62,16 @@ class StreamConductor:
         with self._on_side([self.streams.record()], [work]):
             all_reduce(tensor, self._group)
         return work
+
+    def seconds_of(self, message: Message, seat: GroupRank) -> float:
+        """Return the seconds of one exchange, called by all ranks between two steps; the host waits for it."""
+        work = StreamWork(self.streams)
+        with self._on_side([self.streams.record()], [work]):
+            begin = self.streams.mark()
+            exchange_by_group(message, seat, self._group)
+            end = self.streams.mark()
+        work.wait()  # the message may be let go
+        return self.streams.seconds_between(begin, end)
 
     @contextmanager
     def _on_side(self, ready: Sequence[Any], works: Sequence[StreamWork]) -> Generator[None, None, None]:
