@@ -13,6 +13,7 @@ import torch
 
 import farandole.horovod.torch as hvd
 from farandole.comm.device.streams import simulate_device
+from farandole.comm.named_ops.data import data_plane
 from farandole.comm.named_ops.data.group_thread import GroupThread
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
@@ -125,9 +126,13 @@ def results(count: int) -> list[torch.Tensor]:
     return [each * 1 for each in found]
 
 
-@pytest.mark.parametrize("count", [30_000, 700_100])
+@pytest.mark.parametrize(("count", "piece_bytes"), [(30_000, data_plane.DEVICE_PIECE_BYTES), (700_100, 2**16)])
 @ranks(4)
-def test_all_operations_have_the_bits_of_cpu_memory(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_operations_have_the_bits_of_cpu_memory(
+    count: int, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger ones in many segments."""
+    monkeypatch.setattr(data_plane, "DEVICE_PIECE_BYTES", piece_bytes)
     jobs = count_jobs(monkeypatch)
     hvd.init()
     expected = results(count)
@@ -137,6 +142,7 @@ def test_all_operations_have_the_bits_of_cpu_memory(count: int, monkeypatch: pyt
         found = results(count)
         assert not device.host_waits or set(device.host_waits) == {"outside"}, device.host_waits
     assert len(jobs) >= 8
+    assert (max(len(job.items) for job in jobs) >= 22) == (piece_bytes == 2**16)
     assert sum(job.sent_bytes for job in jobs) > 4 * count
     for ours, theirs in zip(found, expected, strict=True):
         assert same(ours, theirs)

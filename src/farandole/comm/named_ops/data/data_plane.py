@@ -35,6 +35,8 @@ from .inline import CPU, deliver, input_of, to_device_of, zeros_matter
 
 PIECE_BYTES = 2 * 2**20
 """Bytes of a segment that each rank sums."""
+DEVICE_PIECE_BYTES = 32 * 2**20
+"""The same on a device, where segments only bound the memory that a sum needs besides its tensors."""
 
 Activity = Callable[[Sequence[str], str, float, float], None]
 """See `request.OperationLog.activity`."""
@@ -225,9 +227,9 @@ class _Batch:
         else:
             total = sum(counts)
             assert self._operations[0].tensor is not None, "checked at submission"
-            fits = PIECE_BYTES // self._operations[0].tensor.element_size() * self._seat.size
-            # Pieces overlap sending and adding up; on a device each would be calls of its own.
-            step = max(1, fits, -(-total // ITEM_TAGS)) if self._on_device is None else max(1, total)
+            piece_bytes = PIECE_BYTES if self._on_device is None else DEVICE_PIECE_BYTES
+            fits = piece_bytes // self._operations[0].tensor.element_size() * self._seat.size
+            step = max(1, fits, -(-total // ITEM_TAGS))
             bounds = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
         return [self._item(partial(self._sum, begin, end)) for begin, end in bounds if begin < end]
 
