@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+import farandole as fd
 import farandole.horovod.torch as hvd
+from farandole.bench.device_test.checks import check_named
+from farandole.bench.device_test.subject import Subject
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.named_ops.data import data_plane
-from farandole.comm.named_ops.data.group_thread import GroupThread
+from farandole.comm.named_ops.data import data_plane, group_thread
+from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_bytes
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
 from tests.ranks.pool import ranks
@@ -222,3 +225,40 @@ def test_a_failure_on_the_device_is_told_to_all(monkeypatch: pytest.MonkeyPatch)
             monkeypatch.setattr(GroupThread, "land", lambda *_: 1 / 0)
         with pytest.raises((CommError, RuntimeError), match="ZeroDivisionError"):
             use_three_times()
+
+
+class ThreadedSubject(Subject):
+    """A simulated accelerator that two threads use."""
+
+    @contextmanager
+    def use(self) -> Generator[None, None, None]:
+        """See `Subject`."""
+        device = ThreadedDevice()
+        simulate_device(_CPU, device)
+        try:
+            with device:
+                yield
+        finally:
+            simulate_device(_CPU, None)
+
+
+def without_first(*arguments: Any) -> torch.Tensor:
+    """Exchange, and lose the first number."""
+    received = exchange_bytes(*arguments)
+    received.view(-1)[:1] = 0
+    return received
+
+
+@ranks(3)
+def test_the_check_of_a_device_compares_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, world = count_jobs(monkeypatch), fd.init()
+    check = check_named(ThreadedSubject(_CPU), world)
+    assert check.passed, check.answer
+    assert check.answer == "9 kinds: the bits of tensors in CPU memory"
+    assert jobs
+    assert check_named(Subject(_CPU), world).passed is None
+    if world.rank == 1:
+        monkeypatch.setattr(group_thread, "exchange_bytes", without_first)
+    check = check_named(ThreadedSubject(_CPU), world)
+    assert check.passed is False
+    assert check.answer == "sum, rank 0: other bits than in CPU memory"

@@ -22,6 +22,7 @@ from .compare import difference, ranks_differ
 from .engine import play_on_ranks
 from .forms import FORMS, Form, operations_with_other_bits
 from .lock_step import play_in_lock_step
+from .named import first_difference, goes_by_groups, run_named
 from .reference import play_reference
 from .script import FULL, PLAIN, DrawnStep, Played, Script
 from .subject import Subject
@@ -191,6 +192,20 @@ def check_engine(subject: Subject, world: World, *, scaled: bool) -> Check:
                 what = fault or "its means are not those of rank 0"
                 return _failed(name, f"codec {form.text}, rank {rank}: {what}")
     return Check(name, True, f"{len(_forms(scaled=scaled))} codecs: as one process on the CPU")
+
+
+def check_named(subject: Subject, world: World) -> Check:
+    """Compare named operations of tensors on the device with those in CPU memory; called by all ranks."""
+    name, cpu = f"named operations on {world.size} ranks", torch.device("cpu")
+    expected = run_named(world, cpu)
+    with subject.use():
+        if not goes_by_groups(world, subject.device):
+            return Check(name, None, f"{subject.device.type}: by CPU memory")
+        found = run_named(world, subject.device)
+    for rank, fault in enumerate(all_gather_json(world, "device test/named", first_difference(found, expected))):
+        if fault:
+            return Check(name, False, f"{fault}, rank {rank}: other bits than in CPU memory", _ON_THE_CPU)
+    return Check(name, True, f"{len(found)} kinds: the bits of tensors in CPU memory")
 
 
 def _how(form: Form, *, by_bits: bool) -> str:

@@ -17,7 +17,7 @@ import farandole as fd
 
 from ...comm.device.tested import keep_tested
 from ...core.vocabulary.errors import ConfigError
-from .checks import check_alone, check_engine
+from .checks import check_alone, check_engine, check_named
 from .subject import CPU, Subject, find_devices
 
 
@@ -40,6 +40,7 @@ def main() -> None:
         checks = check_alone(subject, lambda line: _say({"progress": line}))
     else:
         checks = [check_engine(subject, world, scaled=scaled) for scaled in (False, True)]
+        checks.append(check_named(subject, world))
     if world.rank == 0:
         passed = all(each.passed is not False for each in checks)
         is_last = options.keep or (world.size == 1 and devices == 1)

@@ -78,7 +78,8 @@ def finish(total: torch.Tensor, dtype: torch.dtype, reduction: str, size: int, p
     if reduction == "average":
         if postscale == 1.0:
             if dtype.is_floating_point or dtype.is_complex:
-                total.div_(size)
+                # By a number CUDA multiplies by its reciprocal, which is not its quotient in the last bit.
+                total.div_(size if total.is_cpu else torch.full((), size, dtype=total.dtype, device=total.device))
             else:
                 total.div_(size, rounding_mode="trunc")
         else:
