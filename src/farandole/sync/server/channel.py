@@ -1,0 +1,194 @@
+"""One end of a connection between a rank and a server: who is there, and messages in order.
+
+[Note: signed texts] Both ends know the key of the server, which only the ranks of the job are given. The server
+asks with random bytes, the caller answers with a HMAC of them and asks in turn, and both derive a key for each
+direction from the two. Each message carries its number and a HMAC of that and of its text, which says of which
+tensors the bytes follow; these are clear text, as the backend's traffic is. So no request or reply can be made
+up, left out, repeated or sent back.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
+
+import torch
+
+from ...core.wire.framing import HEADER, MAC_BYTES, FrameError, keyed_hash
+from .message import MOST_TEXT_BYTES, Message, Outline, tensor_views, write_text
+
+QUESTION_BYTES: Final = 32
+HELLO: Final = struct.Struct(f"<II{QUESTION_BYTES}s{MAC_BYTES}s")
+"""Client, generation, its own question, code."""
+_VIEWS_A_CALL = 16
+_HEAD_BYTES = HEADER.size + MAC_BYTES
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a caller says of itself."""
+
+    client: int
+    generation: int
+    question: bytes
+
+    @classmethod
+    def make(cls, client: int, generation: int) -> Hello:
+        """Return one with a question that was never asked before."""
+        return cls(client, generation, secrets.token_bytes(QUESTION_BYTES))
+
+    def pack(self, key: bytes, asked: bytes) -> bytes:
+        """Return its bytes, which answer what the server `asked`."""
+        return HELLO.pack(self.client, self.generation, self.question, self._code(key, asked))
+
+    @classmethod
+    def read(cls, key: bytes, asked: bytes, data: bytes) -> Hello | None:
+        """Return what was said in answer to `asked`; None: not by a rank of this job."""
+        client, generation, question, code = HELLO.unpack(data)
+        found = cls(client, generation, question)
+        return found if hmac.compare_digest(code, found._code(key, asked)) else None
+
+    def keys(self, key: bytes, asked: bytes) -> tuple[bytes, bytes]:
+        """Return the keys of requests and of replies."""
+        up, down = (keyed_hash(key, way, asked, self.question) for way in (b"request", b"reply"))
+        return up, down
+
+    def _code(self, key: bytes, asked: bytes) -> bytes:
+        who = struct.pack("<II", self.client, self.generation)
+        return keyed_hash(key, b"hello", asked, who, self.question)
+
+
+@dataclass(eq=False)
+class Channel:
+    """Messages over a connection that never blocks. See [Note: signed texts]."""
+
+    socket: socket.socket
+    key_out: bytes
+    key_in: bytes
+    most_bytes: int
+    """Tensors of a message that is taken."""
+    _sent: int = 0
+    _taken: int = 0
+    _outgoing: deque[memoryview] = field(default_factory=deque)
+    _head: bytearray = field(default_factory=bytearray)
+    """Of the message that is arriving: tag, length and HMAC, then its text."""
+    _text_bytes: int = -1
+    _outline: Outline | None = None
+    _memory: torch.Tensor | None = None
+    _filled: int = 0
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether something is queued that the kernel has not taken yet."""
+        return bool(self._outgoing)
+
+    def queue(self, message: Message) -> None:
+        """Have a message sent after all that is queued; its tensors must not change before that."""
+        text = write_text(message)
+        head = HEADER.pack(self._sent, len(text))
+        self._outgoing.append(memoryview(head + keyed_hash(self.key_out, head, text) + text))
+        self._outgoing.extend(tensor_views(message))
+        self._sent += 1
+
+    def send_what_fits(self) -> None:
+        """Give the kernel what it takes. Raises `OSError` when the connection is lost."""
+        queue = self._outgoing
+        try:
+            while queue:
+                sent = self.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
+                while queue and sent >= len(queue[0]):
+                    sent -= len(queue.popleft())
+                if sent:
+                    queue[0] = queue[0][sent:]
+        except BlockingIOError:
+            return
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have arrived whole.
+
+        Raises:
+            OSError: the connection is lost.
+            FrameError: what arrived is not from our peer.
+        """
+        found: list[Message] = []
+        try:
+            while True:
+                message = self._step()
+                if message is not None:
+                    found.append(message)
+        except BlockingIOError:
+            return found
+        except ConnectionResetError:
+            if found:  # the next call says so again
+                return found
+            raise
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._outgoing.clear()
+        self.socket.close()
+
+    def _step(self) -> Message | None:
+        """Take one piece; return a message that it completes."""
+        if self._outline is None:
+            wanted = _HEAD_BYTES + max(0, self._text_bytes) - len(self._head)
+            self._head += self._take(bytearray(wanted))
+            if len(self._head) < _HEAD_BYTES + max(0, self._text_bytes):
+                return None
+            if self._text_bytes < 0:
+                self._text_bytes = self._read_length()
+                return None
+            self._outline = self._read_text()
+            self._memory, self._filled = torch.empty(self._outline.nbytes, dtype=torch.uint8), 0
+        assert self._memory is not None, "it comes with the outline"
+        if self._filled < self._memory.numel():
+            count = self.socket.recv_into(self._memory.numpy().data[self._filled :])
+            if not count:
+                raise ConnectionResetError("it closed its connection")
+            self._filled += count
+            if self._filled < self._memory.numel():
+                return None
+        message = self._outline.message(self._memory)
+        self._outline = self._memory = None
+        self._head.clear()
+        self._text_bytes = -1
+        return message
+
+    def _take(self, into: bytearray) -> bytearray:
+        if not into:
+            return into
+        count = self.socket.recv_into(into)
+        if not count:
+            raise ConnectionResetError("it closed its connection")
+        return into[:count]
+
+    def _read_length(self) -> int:
+        tag, length = HEADER.unpack_from(self._head)
+        if tag != self._taken or length > MOST_TEXT_BYTES:
+            raise FrameError(f"message {tag} with a text of {length} bytes: expected message {self._taken}")
+        return int(length)
+
+    def _read_text(self) -> Outline:
+        head, mac, text = (
+            bytes(self._head[: HEADER.size]),
+            bytes(self._head[HEADER.size : _HEAD_BYTES]),
+            bytes(self._head[_HEAD_BYTES:]),
+        )
+        if not hmac.compare_digest(mac, keyed_hash(self.key_in, head, text)):
+            raise FrameError(f"message {self._taken} is not from our peer")
+        self._taken += 1
+        return Outline.read(text, self.most_bytes)
+
+
+def open_connection(address: str, port: int, timeout_seconds: float) -> socket.socket:
+    """Return a connection. Raises `OSError`."""
+    made = socket.create_connection((address, port), timeout_seconds)
+    if made.getsockname() == made.getpeername():  # a port that is free now may call itself
+        made.close()
+        raise ConnectionRefusedError("nobody listens there")
+    return made

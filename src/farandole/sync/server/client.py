@@ -1,0 +1,307 @@
+"""A rank's end of the connection to a server: requests, replies, and what is sent again after a loss.
+
+[Note: what is sent again] Requests that change something are kept until the server has said that they are in a
+snapshot on its disk. When the connection is lost, the rank calls again, hears which of them the server knows,
+and sends the later ones in their order. So a server that was restored from a snapshot gets what it had before,
+and nothing twice. What is kept is bounded: at the bound the rank has the server write a snapshot, and waits for
+it.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ...core.vocabulary import errors
+from ...core.vocabulary.errors import CommError, FarandoleError, LaunchError, PeerLost, Stalled
+from ...core.wire.framing import FrameError
+from .channel import QUESTION_BYTES, Channel, Hello, open_connection
+from .loop import CONTROL
+from .message import Message
+from .start import ServerPlace, ServerProcess, restore_server
+
+RESTORE_SECONDS = 60.0
+"""For a server that is gone to be there again."""
+_LOOK_SECONDS = 0.1
+_CALL_SECONDS = 5.0
+
+
+class ServerClient:
+    """One client of one server. To be used by one thread."""
+
+    def __init__(
+        self, place: ServerPlace, key: bytes, *, client: int, rank: int, host: str, most_kept_bytes: int,
+        most_bytes: int, still_on: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """Call the server.
+
+        Args:
+            place: where it is.
+            key: the secret of its clients.
+            client: the number of this one, among `place.clients`.
+            rank: what errors call this process.
+            host: where this process runs: a server of the same host is restored from here.
+            most_kept_bytes: of tensors of requests that are in no snapshot yet.
+            most_bytes: tensors of a reply that is taken.
+            still_on: raises where this process should wait no longer.
+
+        Raises:
+            CommError: it cannot be reached, or refuses this client.
+        """
+        self.place, self._key, self._client, self._rank = place, key, client, rank
+        self._restores, self._still_on = host == place.host, still_on
+        self._most_kept_bytes, self._most_bytes = most_kept_bytes, most_bytes
+        self._channel: Channel | None = None
+        self._number = 0
+        self._kept: deque[tuple[int, Message]] = deque()
+        self._kept_bytes = 0
+        self._asked: tuple[int, Message] | None = None
+        """The request whose reply is not there."""
+        self._reply: Message | None = None
+        self.restored: list[ServerProcess] = []
+        """Servers that were started anew from here."""
+        self.losses = 0
+        """Connections that were lost so far."""
+        self._connect()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def call(
+        self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, keeps: bool
+    ) -> Message:
+        """Send a request and wait for its reply: see `ask` and `wait_for`."""
+        self.ask(service, values, tensors, keeps=keeps)
+        return wait_for([self])[0]
+
+    def ask(
+        self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, keeps: bool
+    ) -> None:
+        """Begin to send a request, whose reply `wait_for` returns.
+
+        Args:
+            service: its name among the services of the server.
+            values: JSON values.
+            tensors: in CPU memory; with `keeps` they must never change.
+            keeps: whether it changes something, and is applied once whatever is lost.
+        """
+        assert self._asked is None, "the last reply was not waited for"
+        if keeps and self._kept_bytes > self._most_kept_bytes:
+            self._ask(CONTROL, {"do": "snapshot"}, (), keeps=False)
+            wait_for([self])
+        self._ask(service, values, tensors, keeps=keeps)
+
+    def leave(self) -> bool:
+        """Say that this client has ended; return whether it was the last. A server that is gone is left alone."""
+        if self._channel is None or self._asked is not None:
+            self.close()
+            return False
+        self._restores, last = False, False
+        try:
+            self._ask(CONTROL, {"do": "leave"}, (), keeps=False)
+            until = time.monotonic() + _CALL_SECONDS
+            while self._reply is None and time.monotonic() < until and self._channel is not None:
+                select.select([self._channel.socket], [], [], _LOOK_SECONDS)
+                self._move(reconnects=False)
+            last = self._reply is not None and bool(self._reply.values["last"])
+        except (OSError, CommError):
+            pass
+        self.close()
+        return last
+
+    def close(self) -> None:
+        """Close the connection without a word: the server gives this client up after a while."""
+        channel, self._channel = self._channel, None
+        self._asked = None
+        self._kept.clear()
+        if channel is not None:
+            channel.close()
+
+    # -- what `wait_for` needs -------------------------------------------------------------------
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the reply to the last request is there."""
+        return self._reply is not None
+
+    @property
+    def connection(self) -> Channel:
+        """The connection; raises `CommError` after `close`."""
+        if self._channel is None:
+            raise CommError("the connection is closed", rank=self._rank, operation=self._operation)
+        return self._channel
+
+    def move(self) -> None:
+        """Send and receive what can be without waiting; call again where the connection is lost."""
+        self._move(reconnects=True)
+
+    def take_reply(self) -> Message:
+        """Return the reply, once; raise the error that it is."""
+        reply, self._reply = self._reply, None
+        assert reply is not None, "is_answered"
+        error = reply.values.get("error")
+        if error is not None:
+            raise self._error(error["kind"], error["message"], error["remedy"])
+        return reply
+
+    def still_on(self) -> None:
+        """Raise where this process should wait no longer."""
+        self._still_on()
+
+    @property
+    def _operation(self) -> str:
+        return f"server {self.place.number} on {self.place.host}"
+
+    def _error(self, kind: str, message: str, remedy: str) -> FarandoleError:
+        found: Any = getattr(errors, kind, FarandoleError)
+        if issubclass(found, CommError):
+            made: FarandoleError = found(message, rank=self._rank, operation=self._operation, remedy=remedy)
+        else:
+            made = found(message, remedy=remedy)
+        return made
+
+    # -- requests and replies --------------------------------------------------------------------
+
+    def _ask(
+        self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor], *, keeps: bool
+    ) -> None:
+        self._number += 1
+        named = {"seq": self._number, "service": service, "keeps": keeps, "values": values}
+        request = Message(named, tensors)
+        if keeps:
+            self._kept.append((self._number, request))
+            self._kept_bytes += request.nbytes
+        self._asked, self._reply = (self._number, request), None
+        self.connection.queue(request)
+
+    def _move(self, *, reconnects: bool) -> None:
+        channel = self.connection
+        try:
+            channel.send_what_fits()
+            for reply in channel.receive():
+                self._take(reply)
+        except (OSError, FrameError):
+            if self._reply is not None:  # the next request finds it out
+                return
+            channel.close()
+            self._channel = None
+            if reconnects:
+                self.losses += 1
+                self._connect()
+
+    def _take(self, reply: Message) -> None:
+        durable = int(reply.values.get("durable", 0))
+        while self._kept and self._kept[0][0] <= durable:
+            self._kept_bytes -= self._kept.popleft()[1].nbytes
+        if self._asked is None or reply.values.get("seq") != self._asked[0]:
+            return  # to a request that was sent again, and was answered before
+        self._asked = None
+        self._reply = reply if "error" in reply.values else Message(reply.values["values"], reply.tensors)
+
+    # -- connections: see [Note: what is sent again] ---------------------------------------------
+
+    def _connect(self) -> None:
+        until, problem = time.monotonic() + RESTORE_SECONDS, ""
+        while True:
+            self._still_on()
+            try:
+                self._channel, last = self._call()
+                break
+            except (OSError, FrameError) as found:
+                problem = str(found) or type(found).__name__
+            if time.monotonic() > until:
+                raise PeerLost(
+                    f"cannot be reached at {self.place.address}:{self.place.port} for {RESTORE_SECONDS:g} s: "
+                    f"{problem}",
+                    rank=self._rank,
+                    operation=self._operation,
+                    remedy="go on from the last checkpoint; a server is restored by ranks on its host alone",
+                )
+            self._restore()
+            time.sleep(_LOOK_SECONDS)
+        for number, request in self._kept:
+            if number > last and (self._asked is None or number != self._asked[0]):
+                self._channel.queue(request)
+        if self._asked is not None:
+            self._channel.queue(self._asked[1])
+
+    def _restore(self) -> None:
+        if not self._restores:
+            return
+        try:
+            process = restore_server(self.place, self._key)
+        except LaunchError as problem:
+            raise PeerLost(
+                f"it is gone and cannot be restored: {problem.message}",
+                rank=self._rank,
+                operation=self._operation,
+                remedy="go on from the last checkpoint",
+            ) from None
+        if process is not None:
+            self.restored.append(process)
+
+    def _call(self) -> tuple[Channel, int]:
+        """Return a connection, and the number of the last request that the server knows. Raises `OSError`."""
+        connection = open_connection(self.place.address, self.place.port, _CALL_SECONDS)
+        try:
+            asked = bytearray()
+            while len(asked) < QUESTION_BYTES:
+                part = connection.recv(QUESTION_BYTES - len(asked))
+                if not part:
+                    raise ConnectionResetError("it closed its connection")
+                asked += part
+            hello = Hello.make(self._client, self.place.generation)
+            connection.sendall(hello.pack(self._key, bytes(asked)))
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            key_out, key_in = hello.keys(self._key, bytes(asked))
+            channel = Channel(connection, key_out, key_in, self._most_bytes)
+            until, said = time.monotonic() + _CALL_SECONDS, list[Message]()
+            while not said:
+                if time.monotonic() > until:
+                    raise TimeoutError("it does not answer")
+                select.select([connection], [], [], _LOOK_SECONDS)
+                said = channel.receive()
+        except BaseException:
+            connection.close()
+            raise
+        if "refused" in said[0].values:
+            connection.close()
+            raise PeerLost(
+                f"it refuses this rank: {said[0].values['refused']}",
+                rank=self._rank,
+                operation=self._operation,
+                remedy="this rank cannot go on: start it anew with the next generation, from a checkpoint",
+            )
+        return channel, int(said[0].values["last"])
+
+
+def wait_for(clients: Sequence[ServerClient], timeout_seconds: float = float("inf")) -> list[Message]:
+    """Return the replies to the last request of each of `clients`, in their order.
+
+    Raises the error that a reply is, `Stalled` after `timeout_seconds`, and `CommError` for a server that is gone.
+    """
+    until = time.monotonic() + timeout_seconds
+    while waiting := [each for each in clients if not each.is_answered]:
+        for each in waiting:
+            each.move()
+        waiting = [each for each in waiting if not each.is_answered]
+        if not waiting:
+            break
+        waiting[0].still_on()
+        if time.monotonic() > until:
+            raise Stalled(
+                f"no reply within {timeout_seconds:g} s",
+                rank=waiting[0]._rank,
+                operation=waiting[0]._operation,
+                remedy="another rank is stuck: the reply waits for its step",
+            )
+        channels = [each.connection for each in waiting]
+        writes = [each.socket for each in channels if each.has_more_to_send]
+        select.select([each.socket for each in channels], writes, [], _LOOK_SECONDS)
+    return [each.take_reply() for each in clients]

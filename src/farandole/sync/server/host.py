@@ -1,0 +1,127 @@
+"""The services of one server, and which requests of each client they have had. No socket, no file, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...core.vocabulary.errors import FarandoleError
+from ...core.wire.framing import FrameError
+from .message import Message
+from .service import Service
+
+
+@dataclass
+class _Client:
+    """What is known of a client's requests. See [Note: applied once] in `service`."""
+
+    last: int = 0
+    """The number of its last request that changed something."""
+    answer: dict[str, Any] | None = None
+    """What was said to that; None: nothing yet."""
+    waits: tuple[int, str, bool] | None = None
+    """The request that is to be answered later: number, service, whether it changes something."""
+
+
+@dataclass(eq=False)
+class ServiceHost:
+    """Takes requests, and returns the replies that are known."""
+
+    services: Mapping[str, Service]
+    expected: set[int]
+    """Clients that have not left."""
+    durable: dict[int, int] = field(default_factory=dict)
+    """By client: the last request that changed something and that is in a snapshot on the disk."""
+    changes: int = 0
+    """Requests and departures so far that changed something."""
+    _clients: dict[int, _Client] = field(default_factory=dict)
+
+    def last_of(self, client: int) -> int:
+        """Return the number of the last request of a client that changed something."""
+        return self._clients.setdefault(client, _Client()).last
+
+    def take(self, client: int, request: Message) -> list[tuple[int, Message]]:
+        """Carry out a request; return replies, each with the client that it is for. Raises `FrameError`."""
+        known = self._clients.setdefault(client, _Client())
+        try:
+            number, name, keeps = (
+                int(request.values["seq"]),
+                request.values["service"],
+                bool(request.values["keeps"]),
+            )
+            service, values = self.services[name], request.values["values"]
+        except (KeyError, TypeError, ValueError):
+            raise FrameError(
+                f"a request without a number, a service or values: {dict(request.values)!r:.200}"
+            ) from None
+        if keeps and number <= known.last:
+            repeats = number == known.last and known.answer is not None
+            known.waits = (number, name, True) if number == known.last and not repeats else None
+            answer = known.answer if repeats else {}
+            return [] if known.waits else [self._reply(client, number, Message(answer or {}))]
+        if keeps:
+            known.last, known.answer = number, None
+            self.changes += 1
+        known.waits = number, name, keeps
+        try:
+            reply = service.handle(client, Message(values, request.tensors))
+        except FarandoleError as problem:
+            known.waits = None
+            said = {"kind": type(problem).__name__, "message": problem.message, "remedy": problem.remedy}
+            return [(client, Message({"seq": number, "error": said})), *self.due()]
+        found = [] if reply is None else self._answer(client, reply)
+        return [*found, *self.due()]
+
+    def due(self) -> list[tuple[int, Message]]:
+        """Return replies that were deferred and are known now."""
+        return [found for name in self.services for found in self._due_of(name)]
+
+    def leave(self, client: int) -> list[tuple[int, Message]]:
+        """A client has ended, or will not come back; return replies to others that waited for it."""
+        if client not in self.expected:
+            return []
+        self.expected.discard(client)
+        self._clients.setdefault(client, _Client()).waits = None
+        self.changes += 1
+        for service in self.services.values():
+            service.client_left(client)
+        return self.due()
+
+    def state(self) -> list[Message]:
+        """Return what a snapshot must have: a message of ours, and one of each service in the order of names."""
+        clients = {str(number): [each.last, each.answer] for number, each in self._clients.items()}
+        own = Message({"clients": clients, "expected": sorted(self.expected), "services": sorted(self.services)})
+        return [own, *(self.services[name].state() for name in sorted(self.services))]
+
+    def load(self, saved: Iterable[Message]) -> None:
+        """Go on from what `state` returned."""
+        own, *states = saved
+        self.expected = set(own.values["expected"])
+        self._clients = {int(n): _Client(last, answer) for n, (last, answer) in own.values["clients"].items()}
+        self.durable = {number: each.last for number, each in self._clients.items()}
+        for name, state in zip(own.values["services"], states, strict=True):
+            self.services[name].load(state)
+
+    def lasts(self) -> dict[int, int]:
+        """Return by client the number of its last request that changed something."""
+        return {number: each.last for number, each in self._clients.items()}
+
+    def _due_of(self, name: str) -> Iterable[tuple[int, Message]]:
+        for client, answer in self.services[name].due():
+            waits = self._clients.setdefault(client, _Client()).waits
+            if waits is not None and waits[1] == name:
+                yield from self._answer(client, answer)
+
+    def _answer(self, client: int, answer: Message) -> list[tuple[int, Message]]:
+        known = self._clients[client]
+        assert known.waits is not None, "it asked"
+        (number, name, keeps), known.waits = known.waits, None
+        if keeps:
+            assert not answer.tensors, f"{name}: a reply to a request that changes something has no tensors"
+            known.answer = dict(answer.values)
+        return [self._reply(client, number, answer)]
+
+    def _reply(self, client: int, number: int, answer: Message) -> tuple[int, Message]:
+        values = {"seq": number, "durable": self.durable.get(client, 0), "values": answer.values}
+        return client, Message(values, answer.tensors)

@@ -1,0 +1,249 @@
+"""The connections of a server process: who calls, what is asked, when a snapshot is due, when the server ends.
+
+It ends when all clients have left: by a word of theirs, or because their connection is lost and they do not come
+back. So no server outlives its ranks, however these end, and it outlives each of them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from ...core.wire.framing import FrameError
+from .channel import HELLO, QUESTION_BYTES, Channel, Hello
+from .host import ServiceHost
+from .message import Message
+from .snapshot import SnapshotWriter
+
+HELLO_SECONDS = 5.0
+"""For a caller to say who it is."""
+_MOST_STRANGERS = 64
+_TICK_SECONDS = 0.1
+CONTROL = ""
+"""The name in requests to the server itself, and no service."""
+
+
+@dataclass(eq=False)
+class _Stranger:
+    socket: socket.socket
+    question: bytes
+    until_seconds: float
+    heard: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Times and sizes of one server."""
+
+    snapshot_seconds: float
+    """Between two snapshots; 0: only those that clients ask for."""
+    grace_seconds: float
+    """For a client that has lost its connection to come back."""
+    start_seconds: float
+    """For clients to call at all."""
+    most_bytes: int
+    """Tensors of a request."""
+
+
+class ServerLoop:
+    """Serves the clients of `host` on a listener until all have left."""
+
+    def __init__(
+        self, host: ServiceHost, listener: socket.socket, *, key: bytes, generation: int, limits: Limits,
+        writer: SnapshotWriter,
+    ) -> None:  # fmt: skip
+        self._host, self._listener, self._key = host, listener, key
+        self._generation, self._limits, self._writer = generation, limits, writer
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._strangers: dict[int, _Stranger] = {}
+        self._channels: dict[int, Channel] = {}
+        """By client."""
+        now = time.monotonic()
+        self._missing = dict.fromkeys(host.expected, now + limits.start_seconds)
+        """Clients without a connection, and until when they may come back."""
+        self._saved_changes, self._saved_at = host.changes, now
+        self._wants_snapshot: list[tuple[int, int, int]] = []
+        """Who asked for a snapshot: client, number of the request, changes that it must have."""
+
+    def run(self) -> None:
+        """Serve. Raises `OSError` where a snapshot cannot be written."""
+        while self._host.expected:
+            for key, events in self._selector.select(_TICK_SECONDS):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif isinstance(key.data, _Stranger):
+                    self._hear(key.data)
+                else:
+                    self._serve(key.data, events)
+            self._tick(time.monotonic())
+        self._writer.ended(wait=True)
+        self._last_words()
+        for channel in self._channels.values():
+            channel.close()
+        self._selector.close()
+
+    # -- callers -------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it hung up before we answered
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._hang_up(min(self._strangers.values(), key=lambda each: each.until_seconds))
+        connection.setblocking(False)
+        stranger = _Stranger(connection, secrets.token_bytes(QUESTION_BYTES), time.monotonic() + HELLO_SECONDS)
+        try:
+            connection.send(stranger.question)  # a fresh connection takes so much at once
+        except OSError:
+            connection.close()
+            return
+        self._strangers[connection.fileno()] = stranger
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            data = stranger.socket.recv(HELLO.size - len(stranger.heard))
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        stranger.heard += data
+        if not data:
+            self._hang_up(stranger)
+        elif len(stranger.heard) == HELLO.size:
+            hello = Hello.read(self._key, stranger.question, bytes(stranger.heard))
+            if hello is None:
+                self._hang_up(stranger)
+            else:
+                self._welcome(stranger, hello)
+
+    def _hang_up(self, stranger: _Stranger) -> None:
+        self._forget(stranger)
+        stranger.socket.close()
+
+    def _forget(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.socket)
+        del self._strangers[stranger.socket.fileno()]
+
+    def _welcome(self, stranger: _Stranger, hello: Hello) -> None:
+        self._forget(stranger)
+        key_in, key_out = hello.keys(self._key, stranger.question)
+        stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = Channel(stranger.socket, key_out, key_in, self._limits.most_bytes)
+        client, refused = hello.client, ""
+        if hello.generation != self._generation:
+            refused = f"it is of generation {hello.generation} of the ranks, and the server of {self._generation}"
+        elif client not in self._host.expected:
+            refused = "the server has given it up: it was away for too long, or is no client of this server"
+        if refused:
+            channel.queue(Message({"refused": refused}))
+            channel.send_what_fits()
+            channel.close()
+            return
+        if client in self._channels:  # its old connection is lost, and we have not seen it yet
+            self._drop(client)
+        self._channels[client] = channel
+        self._missing.pop(client, None)
+        self._selector.register(channel.socket, selectors.EVENT_READ, client)
+        self._send([(client, Message({"last": self._host.last_of(client)}))])
+
+    # -- clients -------------------------------------------------------------------------------
+
+    def _serve(self, client: int, events: int) -> None:
+        channel = self._channels.get(client)
+        if channel is None:
+            return  # dropped in this very batch of events
+        try:
+            if events & selectors.EVENT_WRITE:
+                channel.send_what_fits()
+                self._watch(client, channel)
+            if events & selectors.EVENT_READ:
+                for request in channel.receive():
+                    self._take(client, request)
+        except (OSError, FrameError):
+            if self._channels.get(client) is channel:
+                self._drop(client)
+
+    def _take(self, client: int, request: Message) -> None:
+        if request.values.get("service") != CONTROL:
+            self._send(self._host.take(client, request))
+            return
+        number, values = int(request.values["seq"]), request.values["values"]
+        if values.get("do") == "leave":
+            is_last = self._host.expected == {client}
+            self._send([(client, Message({"seq": number, "values": {"last": is_last}}))])
+            self._send(self._host.leave(client))
+        elif values.get("do") == "snapshot":
+            self._wants_snapshot.append((client, number, self._host.changes))
+        else:
+            raise FrameError(f"a request to the server that it does not know: {values!r:.200}")
+
+    def _send(self, replies: Iterable[tuple[int, Message]]) -> None:
+        for client, reply in replies:
+            channel = self._channels.get(client)
+            if channel is None:
+                continue  # it asks again when it is back
+            channel.queue(reply)
+            try:
+                channel.send_what_fits()
+                self._watch(client, channel)
+            except OSError:
+                self._drop(client)
+
+    def _watch(self, client: int, channel: Channel) -> None:
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_more_to_send else 0)
+        if self._selector.get_key(channel.socket).events != wanted:
+            self._selector.modify(channel.socket, wanted, client)
+
+    def _drop(self, client: int) -> None:
+        channel = self._channels.pop(client)
+        self._selector.unregister(channel.socket)
+        channel.close()
+        if client in self._host.expected:
+            self._missing[client] = time.monotonic() + self._limits.grace_seconds
+
+    # -- what is due ---------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        for stranger in [each for each in self._strangers.values() if each.until_seconds < now]:
+            self._hang_up(stranger)
+        for client in [client for client, until in self._missing.items() if until < now]:
+            del self._missing[client]
+            self._send(self._host.leave(client))
+            # What it sent cannot be sent again.
+            self._wants_snapshot.append((client, -1, self._host.changes))
+        lasts = self._writer.ended()
+        if lasts is not None:
+            self._host.durable = lasts
+            self._tell_saved()
+        changed = self._host.changes - self._saved_changes
+        seconds = self._limits.snapshot_seconds
+        is_due = bool(seconds) and changed and now >= self._saved_at + seconds
+        if (is_due or self._wants_snapshot) and not self._writer.is_busy and self._host.expected:
+            self._saved_changes, self._saved_at = self._host.changes, now
+            self._writer.begin(self._host.state(), self._host.lasts())
+
+    def _tell_saved(self) -> None:
+        done = [each for each in self._wants_snapshot if each[2] <= self._saved_changes]
+        self._wants_snapshot = [each for each in self._wants_snapshot if each not in done]
+        for client, number, _ in done:
+            values = {"seq": number, "durable": self._host.durable.get(client, 0), "values": {}}
+            self._send([(client, Message(values))] if number >= 0 else [])
+
+    def _last_words(self) -> None:
+        """Send replies to clients that have left, for a moment."""
+        until = time.monotonic() + 1.0
+        while any(each.has_more_to_send for each in self._channels.values()) and time.monotonic() < until:
+            for client, channel in list(self._channels.items()):
+                try:
+                    channel.send_what_fits()
+                except OSError:
+                    self._drop(client)
+            time.sleep(0.01)

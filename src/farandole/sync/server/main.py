@@ -1,0 +1,75 @@
+"""The server process: ``python -m farandole.sync.server.main``, started by `start`.
+
+Reads one line of JSON from its standard input, which has the key too, and writes one line with its port.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .host import ServiceHost
+from .loop import Limits, ServerLoop
+from .service import MakeService
+from .snapshot import SnapshotWriter, read_snapshot
+
+
+def main() -> int:
+    """Serve until all clients have left; return the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # a job that is stopped ends its ranks, and the server ends with them
+    torch.set_num_threads(1)
+    config = json.loads(sys.stdin.readline())
+    directory = Path(config["directory"])
+    services = {name: _make(found["class"])(found["config"]) for name, found in config["services"].items()}
+    host = ServiceHost(services, set(config["clients"]))
+    saved = read_snapshot(directory) if config["restores"] else []
+    if saved:
+        host.load(saved)
+    writer = SnapshotWriter(directory)
+    address, port = config["address"], int(config["port"])
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(128)
+        sys.stdout.write(json.dumps({"port": listener.getsockname()[1], "process": os.getpid()}) + "\n")
+        sys.stdout.flush()
+        _let_go_of_output()
+        limits = Limits(**config["limits"])
+        ServerLoop(
+            host, listener, key=bytes.fromhex(config["key"]), generation=config["generation"], limits=limits,
+            writer=writer,
+        ).run()  # fmt: skip
+    writer.close()
+    shutil.rmtree(directory, ignore_errors=True)
+    return 0
+
+
+def _make(name: str) -> MakeService:
+    module, _, kind = name.partition(":")
+    found: Any = getattr(importlib.import_module(module), kind)
+    made: MakeService = found
+    return made
+
+
+def _let_go_of_output() -> None:
+    """Hold no pipe open: who started us may wait for its end."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(nothing, 1)
+    os.close(nothing)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Starting a server process on this host, and restoring one that is gone from its snapshot.
+
+[Note: who restores] A server lies in a directory of its host. Any rank of that host that finds it gone takes the
+lock there, looks once more, and starts it anew at its old address: ranks on other hosts call there and need not
+be told. The kernel gives the lock back if the rank that holds it dies. When the server has ended on purpose its
+directory is gone too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from ...core.environ.env import inherited_environment
+from ...core.vocabulary.errors import LaunchError
+from .channel import open_connection
+from .loop import Limits
+
+_LOCK, _LOG = "lock", "log"
+_ROOT = Path(__file__).resolve().parents[3]
+_START: Final = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from farandole.sync.server.main import main; sys.exit(main())"
+)
+_SHOWN_LINES = 3
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """Where a server is, and what it hosts. All ranks know it."""
+
+    number: int
+    host: str
+    address: str
+    directory: str
+    clients: Sequence[int]
+    """Those that it lives for."""
+    services: Mapping[str, Mapping[str, Any]]
+    """By name: ``class``, as ``module:class`` of a `MakeService`, and its ``config`` of JSON values."""
+    limits: Limits
+    generation: int = 0
+    port: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ServerPlace:
+        """Return what `to_json` returned."""
+        return cls(**{**values, "limits": Limits(**values["limits"])})
+
+
+def make_directory(parent: str | None) -> str:
+    """Return a fresh directory that only this user can enter, in `parent` or where temporary files are."""
+    return tempfile.mkdtemp(prefix="farandole-server-", dir=parent)
+
+
+def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> tuple[ServerPlace, ServerProcess]:
+    """Start a server of `place`, at its port if it has one; return where it is, and the process.
+
+    It is in a session of its own, and outlives this process while other clients are there.
+    Raises `LaunchError` with what it said.
+    """
+    directory = Path(place.directory)
+    with (directory / _LOG).open("w") as log:
+        process = ServerProcess(
+            [sys.executable, "-c", _START, str(_ROOT)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+            env=inherited_environment({"OMP_NUM_THREADS": "1"}),
+        )  # fmt: skip
+    assert process.stdin is not None, "a pipe"
+    assert process.stdout is not None, "a pipe"
+    config = {**place.to_json(), "key": key.hex(), "restores": restores}
+    with suppress(BrokenPipeError), process.stdin:
+        process.stdin.write(json.dumps(config) + "\n")
+    with process.stdout:
+        said = process.stdout.readline()
+    if not said:
+        process.wait()
+        lines = (directory / _LOG).read_text(errors="replace").strip().splitlines()
+        raise LaunchError(
+            f"server {place.number} on {place.host} did not start: {' | '.join(lines[-_SHOWN_LINES:])}",
+            remedy=f"it works in {directory}",
+        )
+    return replace(place, port=int(json.loads(said)["port"])), process
+
+
+class ServerProcess(subprocess.Popen[str]):
+    """A server that this process has started, and may leave running."""
+
+    def __del__(self, *_: Any) -> None:
+        """Say nothing of a server that runs on for other ranks."""
+
+    def end(self, seconds: float) -> bool:
+        """Wait for its end; return whether it has come."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(seconds)
+        return self.returncode is not None
+
+
+def restore_server(place: ServerPlace, key: bytes) -> ServerProcess | None:
+    """Start a server anew that is gone; None: another rank does, or it runs. See [Note: who restores].
+
+    Raises `LaunchError` where it cannot be started, or has ended on purpose.
+    """
+    directory = Path(place.directory)
+    try:
+        lock = (directory / _LOCK).open("w")
+    except FileNotFoundError:
+        raise LaunchError(f"server {place.number} on {place.host} has ended, and {directory} is gone") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+        if _answers(place):
+            return None
+        _, process = start_server(place, key, restores=True)
+        return process
+
+
+def _answers(place: ServerPlace) -> bool:
+    with suppress(OSError), open_connection(place.address, place.port, 1.0):
+        return True
+    return False

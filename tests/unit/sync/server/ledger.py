@@ -1,0 +1,47 @@
+"""A service for tests: adds up what it is given, and remembers in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from farandole.core.vocabulary.errors import ConfigError
+from farandole.sync.server.message import Message
+
+
+class Ledger:
+    """Sums tensors. A read of ``at_least`` entries waits for them."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.total = torch.zeros(config["elements"], dtype=torch.float64)
+        self.entries: list[list[int]] = []
+        self.left: list[int] = []
+        self.waits: dict[int, int] = {}
+
+    def handle(self, client: int, request: Message) -> Message | None:
+        if request.values["do"] == "add":
+            self.total = self.total + request.tensors[0]
+            self.entries.append([client, request.values["entry"]])
+            return Message({"count": len(self.entries)})
+        if request.values["do"] == "fail":
+            raise ConfigError("it was asked to", remedy="do not ask")
+        self.waits[client] = request.values["at_least"]
+        return None
+
+    def due(self) -> Sequence[tuple[int, Message]]:
+        ready = [client for client, least in self.waits.items() if len(self.entries) >= least]
+        for client in ready:
+            del self.waits[client]
+        return [(client, Message({"entries": self.entries, "left": self.left}, [self.total])) for client in ready]
+
+    def client_left(self, client: int) -> None:
+        self.left.append(client)
+
+    def state(self) -> Message:
+        return Message({"entries": list(self.entries), "left": list(self.left)}, [self.total])
+
+    def load(self, state: Message) -> None:
+        self.total = state.tensors[0].clone()
+        self.entries, self.left = list(state.values["entries"]), list(state.values["left"])

@@ -1,0 +1,142 @@
+"""Server processes: who gets in, requests applied once, restored after kill -9, ended with their clients."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from farandole.core.vocabulary.errors import ConfigError, PeerLost
+from farandole.sync.server.client import ServerClient, wait_for
+from farandole.sync.server.loop import Limits
+from farandole.sync.server.start import ServerPlace, ServerProcess, make_directory, start_server
+
+KEY = bytes(range(32))
+ELEMENTS = 5
+LEDGER = "tests.unit.sync.server.ledger:Ledger"
+
+
+class Running:
+    """A server with clients of this process."""
+
+    def __init__(self, directory: Path, *, snapshot_seconds: float = 0.0, clients: int = 2) -> None:
+        place = ServerPlace(
+            number=0, host="here", address="127.0.0.1", directory=make_directory(str(directory)),
+            clients=list(range(clients)), limits=Limits(snapshot_seconds, 0.5, 30.0, 1 << 20),
+            services={"ledger": {"class": LEDGER, "config": {"elements": ELEMENTS}}},
+        )  # fmt: skip
+        self.processes: list[ServerProcess] = []
+        self.place, process = start_server(place, KEY)
+        self.processes.append(process)
+        self.clients: list[ServerClient] = []
+
+    def call(self, client: int, *, key: bytes = KEY, most_kept_bytes: int = 1 << 20) -> ServerClient:
+        made = ServerClient(
+            self.place, key, client=client, rank=client, host="here", most_kept_bytes=most_kept_bytes,
+            most_bytes=1 << 20,
+        )  # fmt: skip
+        self.clients.append(made)
+        return made
+
+    def close(self) -> None:
+        for each in self.clients:
+            self.processes += each.restored
+            each.close()
+        for process in self.processes:
+            if not process.end(20):
+                process.kill()
+                process.wait()
+                raise AssertionError("a server has outlived its clients")
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Running]:
+    made = Running(tmp_path)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def add(client: ServerClient, entry: int) -> None:
+    client.call("ledger", {"do": "add", "entry": entry}, [torch.full((ELEMENTS,), entry).double()], keeps=True)
+
+
+def read(client: ServerClient, at_least: int = 0) -> tuple[list[list[int]], torch.Tensor, list[int]]:
+    reply = client.call("ledger", {"do": "read", "at_least": at_least}, keeps=False)
+    return reply.values["entries"], reply.tensors[0], reply.values["left"]
+
+
+@pytest.mark.timeout(120)
+def test_requests_of_two_clients_a_wait_an_error_and_an_end(running: Running) -> None:
+    first, second = running.call(0), running.call(1)
+    add(first, 3)
+    second.ask("ledger", {"do": "read", "at_least": 2}, keeps=False)
+    add(first, 4)
+    reply = wait_for([second])[0]
+    assert reply.values["entries"] == [[0, 3], [0, 4]]
+    assert reply.tensors[0].tolist() == [7.0] * ELEMENTS
+    with pytest.raises(ConfigError, match="it was asked to; do not ask"):
+        first.call("ledger", {"do": "fail"}, keeps=False)
+    with pytest.raises(PeerLost, match="no client of this server"):
+        running.call(7)
+    assert not first.leave()
+    assert read(second)[2] == [0]
+    begin = time.monotonic()
+    assert second.leave()
+    assert running.processes[0].end(10)
+    assert time.monotonic() - begin < 5
+    assert not Path(running.place.directory).exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_is_killed_goes_on_with_what_it_had(running: Running) -> None:
+    first, second = running.call(0), running.call(1, most_kept_bytes=100)
+    for entry in range(1, 6):
+        add(first, entry)
+        add(second, 10 * entry)  # its bound has it saved on the way
+    running.processes[0].kill()
+    running.processes[0].wait()
+    add(first, 6)
+    add(second, 60)
+    entries, total, _ = read(second)
+    assert sorted(entries) == sorted([[0, i] for i in range(1, 7)] + [[1, 10 * i] for i in range(1, 7)])
+    assert [entry for client, entry in entries if client == 0] == [1, 2, 3, 4, 5, 6]
+    assert total.tolist() == [21.0 + 210.0] * ELEMENTS
+    assert len(first.restored) + len(second.restored) == 1
+
+
+@pytest.mark.timeout(120)
+def test_a_client_that_stays_away_is_given_up_and_refused(running: Running) -> None:
+    first, second = running.call(0), running.call(1)
+    second.ask("ledger", {"do": "add", "entry": 9}, [torch.ones(ELEMENTS).double()], keeps=True)
+    second.connection.socket.send(struct.pack("<QQ", 0, 77))  # half a request, and then nothing
+    second.connection.socket.close()
+    until = time.monotonic() + 20
+    while 1 not in read(first)[2]:
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert read(first)[0] == []
+    with pytest.raises(PeerLost, match="given it up"):
+        running.call(1)
+
+
+@pytest.mark.timeout(120)
+def test_strangers_get_nowhere(running: Running) -> None:
+    first, _ = running.call(0), running.call(1)
+    with socket.create_connection(("127.0.0.1", running.place.port), 5) as stranger:
+        stranger.settimeout(10)
+        assert len(stranger.recv(64)) == 32
+        stranger.sendall(os.urandom(72))
+        assert stranger.recv(64) == b""
+    add(first, 1)
+    assert read(first)[0] == [[0, 1]]
+    os.kill(running.processes[0].pid, signal.SIGTERM)  # as a job's end sends it to all: its ranks decide
+    assert read(first)[0] == [[0, 1]]
