@@ -175,6 +175,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "sync": [
         (".", "when replicas agree: local SGD and DiLoCo, whole and in fragments, by comm's codec sessions"),
+        ("server", "processes that hold state for all ranks: requests applied once, snapshots"),
+        ("server/dense", "parameters and states at servers: their cut, clocks of ranks, the policy"),
     ],
     "parallel": [
         ("blocks", "the repeated blocks of a model: one definition for all who ask"),

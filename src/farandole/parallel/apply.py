@@ -91,12 +91,7 @@ def distribute(
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     refuse_wrong_kinds(model, optimizers, _plans)
     plan = resolve_plan(plan)
-    sync = SyncSpec.parse(plan.sync)
-    if not sync.is_every_step and make_policy is None:
-        raise PlanError(
-            f'plan: sync = "{plan.sync}" is for loops that call farandole.distribute themselves',
-            remedy="leave sync out of the plan",
-        )
+    sync = _read_sync(here, plan, has_policy=make_policy is not None)
     if read_elastic_settings() is not None:
         refuse_elastic(plan)
     require_dense_parameters(list(model.named_parameters()))
@@ -375,6 +370,21 @@ def _hook(
     note_steps(model, steps)
     if plan.bf16_parameters:
         round_steps(model, optimizers, [step.first_element for step in steps])
+
+
+def _read_sync(here: World, plan: Plan, *, has_policy: bool) -> SyncSpec:
+    sync = SyncSpec.parse(plan.sync)
+    if not sync.is_every_step and not has_policy:
+        raise PlanError(
+            f'plan: sync = "{plan.sync}" is for loops that call farandole.distribute themselves',
+            remedy="leave sync out of the plan",
+        )
+    if sync.servers > here.size:
+        raise PlanError(
+            f'plan: sync = "{plan.sync}": servers = {sync.servers}, expected at most {here.size}, one a rank',
+            remedy="set fewer servers, or leave servers out: one on each host",
+        )
+    return sync
 
 
 def _refuse_shared(here: World, model: nn.Module) -> None:

@@ -67,6 +67,11 @@ class LocalSteps:
         """Steps of this rank that are in no mean yet, of some part of the model."""
         return max(self._step - each.sent_at for each in self.meetings.fragments) if self.is_local else 0
 
+    @property
+    def has_own_states(self) -> bool:
+        """Whether each rank has optimizer states of its own."""
+        return self.is_local
+
     def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`. Raises `ConfigError`."""
         if not self.is_local:
@@ -83,6 +88,9 @@ class LocalSteps:
             )
         if self._here.session.batch_weight.factor == 0.0:  # a placeholder's gradients are of samples of others
             self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
+
+    def gradients_ready(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """The gradients of the step are ready: nothing is sent."""
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: the ranks meet, if it is time."""
@@ -151,6 +159,9 @@ class LocalSteps:
             self._begin()
 
     # -- state ---------------------------------------------------------------------------------
+
+    def gather_states(self) -> None:
+        """Each rank has its own."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has beside model and optimizers, right after `drain`."""

@@ -69,10 +69,18 @@ class MeasuredSync:
         """Whether ranks train on their own now."""
         return self._local is not None
 
+    @property
+    def has_own_states(self) -> bool:
+        """Whether each rank has optimizer states of its own."""
+        return self.is_local
+
     def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`."""
         if self._local is not None:
             self._local.step_begins(optimizer, is_scaled=is_scaled)
+
+    def gradients_ready(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """The gradients of the step are ready: nothing is sent."""
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped: choose, when it is time."""
@@ -110,6 +118,9 @@ class MeasuredSync:
         """The model was given other parameters."""
         if self._local is not None:
             self._local.note_loaded()
+
+    def gather_states(self) -> None:
+        """Each rank has its own."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was chosen, and what this rank has beside model and optimizers, right after `drain`."""

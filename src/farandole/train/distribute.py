@@ -14,10 +14,12 @@ from ..comm.reducer.options import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.sync_spec import MEASURED
+from ..core.vocabulary.sync_spec import MEASURED, SyncSpec
 from ..parallel import apply
+from ..parallel.zero.elementwise import why_not_elementwise
 from ..sync.local_steps import LocalSteps
 from ..sync.measured import MeasuredSync
+from ..sync.server.dense.policy import ServerSync
 from .verify.verification_run import VerificationRun
 
 M = TypeVar("M", bound=nn.Module)
@@ -90,12 +92,14 @@ def _make_policy(
     buffers: ExtraTensors | None,
     end_every_step: Callable[[], None] | None,
     tuner: Callable[[], Autotuner | None],
-) -> LocalSteps | MeasuredSync:
+) -> LocalSteps | MeasuredSync | ServerSync:
     if here.session.kept(VerificationRun) is not None:
         raise ConfigError(
             "farandole verify compares what ranks have after each step, and by the plan's sync they train alone",
             remedy="leave sync out for the check: gradients of a rank are torch's own then",
         )
+    if SyncSpec.parse(plan.sync).is_server:
+        return ServerSync(here, model, optimizers, plan, why_not=why_not_elementwise)
     if plan.sync == MEASURED:
         assert end_every_step is not None, "gradients are exchanged first"
         return MeasuredSync(

@@ -26,7 +26,7 @@ from .errors import PlanError
 from .predicted import refuse_impossible
 from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys, refuse_train_schedule
 from .suggestions import did_you_mean, upgrade_remedy
-from .sync_spec import EVERY_STEP, NOT_WITH_SYNC, refuse_sync_keys
+from .sync_spec import EVERY_STEP, NOT_WITH_SERVERS, NOT_WITH_SYNC, refuse_sync_keys
 
 PLAN_VERSION = 1
 MOST_CONNECTIONS = 16
@@ -140,7 +140,7 @@ class Plan:
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
     sync: str = EVERY_STEP
-    """When replicas agree: "every_step", or after H: "local:H=30", "diloco", "streaming". See docs/sync.md."""
+    """When replicas agree: "every_step"; after H: "local:H=30"; by servers: "async". See docs/sync.md."""
     balance: str = EQUAL
     """How data ranks share a batch: "none" (equally), by measured "speed", or in proportion, such as "2,1,1"."""
     balance_cap: int = 0
@@ -175,7 +175,7 @@ class Plan:
         self._refuse_no_patterns()
         self._refuse_precision()
         self._refuse_memory()
-        others = {name: getattr(self, name) for name in (*NOT_WITH_BALANCE, *NOT_WITH_SYNC)}
+        others = {name: getattr(self, name) for name in (*NOT_WITH_BALANCE, *NOT_WITH_SYNC, *NOT_WITH_SERVERS)}
         refuse_balance_keys(self.balance, self.balance_cap, others)
         refuse_sync_keys(self.sync, others, is_auto=self.codec == AUTO, is_lossy=self.lossy)
         if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:

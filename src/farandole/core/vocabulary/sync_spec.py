@@ -1,16 +1,18 @@
 """When replicas agree: what the plan's key `sync` says, and at which steps it makes ranks meet.
 
 Names follow the papers: local SGD (Stich 1805.09767), post-local SGD (Lin 1808.07217), DiLoCo (Douillard
-2311.08105, algorithm 1) and its streaming form (Douillard 2501.18512).
+2311.08105, algorithm 1) and its streaming form (Douillard 2501.18512). A bound on staleness is that of stale
+synchronous parallel (Ho 2013).
 
->>> SyncSpec.parse("diloco:H=50")
-SyncSpec(name='diloco', steps=50, outer_lr=0.7, momentum=0.9, nesterov=True, first=0, fragments=1, overlap=0)
+>>> SyncSpec.parse("diloco:H=50").momentum
+0.9
 >>> SyncSpec.parse("local:H=4,fragments=2").sends(6)
 [0]
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -23,6 +25,11 @@ EVERY_STEP: Final = "every_step"
 MEASURED: Final = "auto"
 """Begins with each step, and chooses by what was measured: see `sync.measured`."""
 DEFAULT_STEPS: Final = 30
+SERVER: Final = "server"
+ASYNC: Final = "async"
+"""Servers hold the parameters: with a bound on staleness, and without one."""
+_OF_SERVERS: Final = (SERVER, ASYNC)
+_DEFAULT_SNAPSHOT_SECONDS = 30.0
 _DEFAULT_FIRST, _DEFAULT_FRAGMENTS, _DEFAULT_OVERLAP = 300, 5, 5
 
 
@@ -45,6 +52,18 @@ class SyncSpec:
     """Parts of the model, which meet at different steps."""
     overlap: int = 0
     """Steps that go on while a part is on its way."""
+
+    staleness: int | None = None
+    """With servers: how many steps ranks may be apart; None: any number."""
+    servers: int = 0
+    """With servers: how many; 0: one on each host."""
+    snapshot_seconds: float = 0.0
+    """With servers: between two snapshots of one; 0: only where the ranks need one."""
+
+    @property
+    def is_server(self) -> bool:
+        """Whether servers hold the parameters."""
+        return self.name in _OF_SERVERS
 
     @property
     def is_every_step(self) -> bool:
@@ -92,7 +111,7 @@ class SyncSpec:
             raise PlanError(f'plan: sync = "{text}": unknown {name!r}', remedy=did_you_mean(name, PRESETS))
         if name in (EVERY_STEP, MEASURED) and colon:
             raise PlanError(f'plan: sync = "{text}": {name} has no options', remedy="leave them out")
-        given = _read_options(text, rest)
+        given = _read_options(text, name, rest)
         spec = replace(PRESETS[name], **given)
         if spec.steps % spec.fragments:
             raise PlanError(
@@ -126,7 +145,13 @@ _OPTIONS: Final[Mapping[str, _Option]] = {
     "first": _Option("first", int, lambda value: value >= 0, "a number of steps from 0"),
     "fragments": _Option("fragments", int, lambda value: value >= 1, "a number of parts from 1"),
     "overlap": _Option("overlap", int, lambda value: value >= 0, "a number of steps from 0"),
+    "staleness": _Option("staleness", int, lambda value: value >= 0, "a number of steps from 0"),
+    "servers": _Option("servers", int, lambda value: value >= 1, "a number of servers from 1, at most one a rank"),
+    "snapshot_seconds": _Option(
+        "snapshot_seconds", float, lambda value: 0 <= value < math.inf, "a number of seconds from 0"
+    ),
 }
+_SERVER_OPTIONS: Final = ("staleness", "servers", "snapshot_seconds")
 
 PRESETS: Final[Mapping[str, SyncSpec]] = {
     EVERY_STEP: SyncSpec(),
@@ -138,6 +163,8 @@ PRESETS: Final[Mapping[str, SyncSpec]] = {
         "streaming", DEFAULT_STEPS, outer_lr=0.7, momentum=0.9, fragments=_DEFAULT_FRAGMENTS,
         overlap=_DEFAULT_OVERLAP,
     ),
+    SERVER: SyncSpec(SERVER, staleness=0, snapshot_seconds=_DEFAULT_SNAPSHOT_SECONDS),
+    ASYNC: SyncSpec(ASYNC, staleness=None, snapshot_seconds=_DEFAULT_SNAPSHOT_SECONDS),
 }  # fmt: skip
 """By name, what is not said otherwise."""
 
@@ -159,15 +186,26 @@ NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 """Keys of a plan with the values that local steps go with, and why no other."""
 
 
+NOT_WITH_SERVERS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
+    "codec": ((NONE,), "is not there yet: gradients travel to servers exactly"),
+    "clip_norm": (
+        (None,),
+        "bounds the norm of the mean gradient, which no rank has: clip in the loop (each its own)",
+    ),
+    "nonfinite": (("propagate",), "which ranks agree on in each step"),
+}
+"""The same of servers, beside `NOT_WITH_SYNC`."""
+
+
 def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool, is_lossy: bool) -> None:
-    """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` rules out.
+    """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` or `NOT_WITH_SERVERS` rules out.
 
     `is_auto`: whether the plan leaves the codec to measurement. `is_lossy`: whether that may lose something.
     """
     spec = SyncSpec.parse(sync)
     if spec.is_every_step:
         return
-    for name, (fit, why) in NOT_WITH_SYNC.items():
+    for name, (fit, why) in {**NOT_WITH_SYNC, **(NOT_WITH_SERVERS if spec.is_server else {})}.items():
         if others[name] not in fit:
             shown = str(others[name]).lower() if isinstance(others[name], bool) else repr(others[name])
             raise PlanError(
@@ -185,7 +223,7 @@ def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool, 
         )
 
 
-def _read_options(text: str, rest: str) -> dict[str, Any]:
+def _read_options(text: str, name: str, rest: str) -> dict[str, Any]:
     given: dict[str, Any] = {}
     for word in filter(None, (word.strip() for word in rest.split(","))):
         key, equals, value = (part.strip() for part in word.partition("="))
@@ -194,6 +232,11 @@ def _read_options(text: str, rest: str) -> dict[str, Any]:
         if key not in _OPTIONS:
             raise PlanError(f'plan: sync = "{text}": no option {key!r}', remedy=did_you_mean(key, _OPTIONS))
         option = _OPTIONS[key]
+        if (key in _SERVER_OPTIONS) != (name in _OF_SERVERS):
+            others = [each for each in _OPTIONS if (each in _SERVER_OPTIONS) == (name in _OF_SERVERS)]
+            raise PlanError(f'plan: sync = "{text}": {name} has no {key}', remedy=f"it has {', '.join(others)}")
+        if key == "staleness" and name == ASYNC:
+            raise PlanError(f'plan: sync = "{text}": {ASYNC} has no bound', remedy=f"write {SERVER}:{key}={value}")
         if option.field in given:
             raise PlanError(f'plan: sync = "{text}": {key} is given twice')
         try:

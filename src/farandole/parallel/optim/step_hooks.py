@@ -222,6 +222,8 @@ class BeforeStep:
         if wrapped is None:  # what is held goes with the backward pass of a closure
             self._flush(optimizer)
             self._make_ready(optimizer, evaluated=False)
+        if self._policy is not None:
+            self._policy.gradients_ready(optimizer, has_closure=wrapped is not None)
         if self._reducer is not None:
             self._reducer.note_step()
             if self._reducer.follows_loss_scale and (scaler := scaler_around()) is not None:

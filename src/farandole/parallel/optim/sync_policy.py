@@ -22,8 +22,15 @@ class SyncPolicy(Protocol):
     def is_local(self) -> bool:
         """Whether ranks train on their own now."""
 
+    @property
+    def has_own_states(self) -> bool:
+        """Whether optimizers have other states on each rank, right after `drain`."""
+
     def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`."""
+
+    def gradients_ready(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """The gradients of the step are as the optimizer will find them; `has_closure`: a closure makes them."""
 
     def step_ends(self, optimizer: Optimizer) -> None:
         """An optimizer has stepped."""
@@ -42,6 +49,9 @@ class SyncPolicy(Protocol):
 
     def note_loaded(self) -> None:
         """The model was given other parameters."""
+
+    def gather_states(self) -> None:
+        """Right after `drain`: have the optimizers' states where they are saved from."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has beside model and optimizers, right after `drain`."""

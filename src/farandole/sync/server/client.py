@@ -97,7 +97,10 @@ class ServerClient:
         self._ask(service, values, tensors, keeps=keeps)
 
     def leave(self) -> bool:
-        """Say that this client has ended; return whether it was the last. A server that is gone is left alone."""
+        """Say that this client has ended, and wait for the server's end if it was the last; return whether it was.
+
+        A server that is gone is left alone.
+        """
         if self._channel is None or self._asked is not None:
             self.close()
             return False
@@ -109,6 +112,9 @@ class ServerClient:
                 select.select([self._channel.socket], [], [], _LOOK_SECONDS)
                 self._move(reconnects=False)
             last = self._reply is not None and bool(self._reply.values["last"])
+            while last and time.monotonic() < until:
+                select.select([self.connection.socket], [], [], _LOOK_SECONDS)
+                self.connection.receive()  # raises at its end
         except (OSError, CommError):
             pass
         self.close()
@@ -160,7 +166,9 @@ class ServerClient:
     def _error(self, kind: str, message: str, remedy: str) -> FarandoleError:
         found: Any = getattr(errors, kind, FarandoleError)
         if issubclass(found, CommError):
-            made: FarandoleError = found(message, rank=self._rank, operation=self._operation, remedy=remedy)
+            made: FarandoleError = found(
+                message.partition(": ")[2], rank=self._rank, operation=self._operation, remedy=remedy
+            )
         else:
             made = found(message, remedy=remedy)
         return made
@@ -171,7 +179,8 @@ class ServerClient:
         self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor], *, keeps: bool
     ) -> None:
         self._number += 1
-        named = {"seq": self._number, "service": service, "keeps": keeps, "values": values}
+        is_filling = 2 * self._kept_bytes > self._most_kept_bytes
+        named = {"seq": self._number, "service": service, "keeps": keeps, "values": values, "saves": is_filling}
         request = Message(named, tensors)
         if keeps:
             self._kept.append((self._number, request))
@@ -281,14 +290,22 @@ class ServerClient:
         return channel, int(said[0].values["last"])
 
 
-def wait_for(clients: Sequence[ServerClient], timeout_seconds: float = float("inf")) -> list[Message]:
+def wait_for(
+    clients: Sequence[ServerClient],
+    timeout_seconds: float = float("inf"),
+    *,
+    beside: Sequence[ServerClient] = (),
+) -> list[Message]:
     """Return the replies to the last request of each of `clients`, in their order.
+
+    `beside`: connections that are looked after meanwhile: a server that was restored may need what this rank kept
+    for it before others can reply.
 
     Raises the error that a reply is, `Stalled` after `timeout_seconds`, and `CommError` for a server that is gone.
     """
     until = time.monotonic() + timeout_seconds
     while waiting := [each for each in clients if not each.is_answered]:
-        for each in waiting:
+        for each in (*waiting, *beside):
             each.move()
         waiting = [each for each in waiting if not each.is_answered]
         if not waiting:
@@ -301,7 +318,7 @@ def wait_for(clients: Sequence[ServerClient], timeout_seconds: float = float("in
                 operation=waiting[0]._operation,
                 remedy="another rank is stuck: the reply waits for its step",
             )
-        channels = [each.connection for each in waiting]
+        channels = [each.connection for each in (*waiting, *beside)]
         writes = [each.socket for each in channels if each.has_more_to_send]
         select.select([each.socket for each in channels], writes, [], _LOOK_SECONDS)
     return [each.take_reply() for each in clients]

@@ -67,9 +67,7 @@ class ServiceHost:
         try:
             reply = service.handle(client, Message(values, request.tensors))
         except FarandoleError as problem:
-            known.waits = None
-            said = {"kind": type(problem).__name__, "message": problem.message, "remedy": problem.remedy}
-            return [(client, Message({"seq": number, "error": said})), *self.due()]
+            return [*self._answer(client, problem), *self.due()]
         found = [] if reply is None else self._answer(client, reply)
         return [*found, *self.due()]
 
@@ -113,10 +111,13 @@ class ServiceHost:
             if waits is not None and waits[1] == name:
                 yield from self._answer(client, answer)
 
-    def _answer(self, client: int, answer: Message) -> list[tuple[int, Message]]:
+    def _answer(self, client: int, answer: Message | FarandoleError) -> list[tuple[int, Message]]:
         known = self._clients[client]
         assert known.waits is not None, "it asked"
         (number, name, keeps), known.waits = known.waits, None
+        if isinstance(answer, FarandoleError):
+            said = {"kind": type(answer).__name__, "message": answer.message, "remedy": answer.remedy}
+            return [(client, Message({"seq": number, "error": said}))]
         if keeps:
             assert not answer.tensors, f"{name}: a reply to a request that changes something has no tensors"
             known.answer = dict(answer.values)

@@ -10,7 +10,7 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...core.wire.framing import FrameError
@@ -71,8 +71,8 @@ class ServerLoop:
         self._wants_snapshot: list[tuple[int, int, int]] = []
         """Who asked for a snapshot: client, number of the request, changes that it must have."""
 
-    def run(self) -> None:
-        """Serve. Raises `OSError` where a snapshot cannot be written."""
+    def run(self, clean_up: Callable[[], None]) -> None:
+        """Serve, and `clean_up` before the last client sees the end. Raises `OSError` for a disk that is full."""
         while self._host.expected:
             for key, events in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
@@ -84,6 +84,7 @@ class ServerLoop:
             self._tick(time.monotonic())
         self._writer.ended(wait=True)
         self._last_words()
+        clean_up()
         for channel in self._channels.values():
             channel.close()
         self._selector.close()
@@ -174,6 +175,8 @@ class ServerLoop:
     def _take(self, client: int, request: Message) -> None:
         if request.values.get("service") != CONTROL:
             self._send(self._host.take(client, request))
+            if request.values.get("saves") and not self._writer.is_busy and not self._wants_snapshot:
+                self._wants_snapshot.append((client, -1, self._host.changes))
             return
         number, values = int(request.values["seq"]), request.values["values"]
         if values.get("do") == "leave":

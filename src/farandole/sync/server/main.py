@@ -12,6 +12,8 @@ import shutil
 import signal
 import socket
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from .host import ServiceHost
 from .loop import Limits, ServerLoop
 from .service import MakeService
 from .snapshot import SnapshotWriter, read_snapshot
+
+RESTORED_SECONDS = 120.0
+"""For clients to call a server that was restored: they do when they next need it, after a step of computing."""
 
 
 def main() -> int:
@@ -47,12 +52,13 @@ def main() -> int:
         sys.stdout.flush()
         _let_go_of_output()
         limits = Limits(**config["limits"])
+        if config["restores"]:
+            limits = replace(limits, start_seconds=max(limits.grace_seconds, RESTORED_SECONDS))
         ServerLoop(
             host, listener, key=bytes.fromhex(config["key"]), generation=config["generation"], limits=limits,
             writer=writer,
-        ).run()  # fmt: skip
+        ).run(partial(shutil.rmtree, directory, ignore_errors=True))  # fmt: skip
     writer.close()
-    shutil.rmtree(directory, ignore_errors=True)
     return 0
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from ...core.vocabulary.errors import FarandoleError
 from .message import Message
 
 
@@ -25,8 +26,11 @@ class Service(Protocol):
         that only reads once more: the newer one counts. A `FarandoleError` that is raised is raised at the client.
         """
 
-    def due(self) -> Sequence[tuple[int, Message]]:
-        """Return replies that were deferred and are known now, each with its client; called after each request."""
+    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+        """Return replies that were deferred and are known now, each with its client; called after each request.
+
+        An error is raised at the client.
+        """
 
     def client_left(self, client: int) -> None:
         """A client has ended its training, or is gone and will not come back."""

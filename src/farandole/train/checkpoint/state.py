@@ -154,7 +154,7 @@ def read_state(training: Training, here: World) -> TrainingState:
     if mesh is not None and not mesh.degrees.is_data_alone:
         shared["degrees"] = {name: mesh.size(name) for name in ORDER}
     policy = policy_of(training.model)
-    is_alone = policy is not None and policy.is_local
+    is_alone = policy is not None and policy.has_own_states
     of_first = frozenset(states.tensors) if is_alone else frozenset()
     if policy is not None:
         mine["sync"] = encode(policy.state_dict(), "sync", own)
@@ -179,6 +179,7 @@ def meet_before(training: Training) -> None:
         policy = policy_of(module)
         if policy is not None:
             policy.drain()
+            policy.gather_states()
 
 
 def module_splits(module: nn.Module) -> dict[str, Split]:

@@ -1,0 +1,168 @@
+"""The clocks of all ranks as a service of the first server: see `clocks`. It decides, and the others follow.
+
+[Note: journal] A decision is in a file before a rank hears of it, one line each: a server that was killed finds
+there what came after its snapshot, and never decides twice about the same step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from ....core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
+from ....core.vocabulary.rank_lists import name_ranks
+from ..message import Message
+from .clocks import Clocks
+
+SERVICE = "clocks"
+DRAIN, INSTALL, INSTALLED = "fd.drain", "loads other parameters", "has loaded other parameters"
+"""What ranks do together."""
+
+
+class ClockService:
+    """See `Clocks`. Config: ``ranks``, ``staleness`` and the ``directory`` of the journal."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._staleness: int | None = config["staleness"]
+        self._directory = Path(config["directory"])
+        self._clocks = Clocks(self._staleness, dict.fromkeys(config["ranks"], 0))
+        self._seen = dict.fromkeys(config["ranks"], 0)
+        """Entries that each rank has."""
+        self._waits: dict[int, int] = {}
+        """Ranks that wait to go on, with the entries that they have."""
+        self._gathers: dict[int, tuple[str, int]] = {}
+        """Ranks that wait for all others: what they do, and which time."""
+        self._gathered = 0
+        """Times that all ranks came together."""
+        self._journal_number = 0
+        self._read_journals()
+
+    def handle(self, client: int, request: Message) -> Message | None:
+        """``finish``, ``wait`` and ``gather``; see `policy` for when a rank asks for which."""
+        values, clocks = request.values, self._clocks
+        self._see(client, values["seen"])
+        if values["do"] == "finish":
+            clocks.draining.discard(client)
+            self._write(clocks.finish(client, values["step"], values["share"], values["read"]))
+            return Message({})
+        if values["do"] == "look":
+            return self._reply(values["seen"])
+        if values["do"] == "wait":
+            clocks.draining.discard(client)
+            self._gathers.pop(client, None)
+            self._waits[client] = values["seen"]
+        elif values["do"] == "gather":
+            self._waits.pop(client, None)
+            self._gathers[client] = values["what"], values["number"]
+            if values["what"] == DRAIN and self._staleness != 0:
+                clocks.draining.add(client)
+        else:
+            raise ConfigError(f"the clocks cannot {values['do']!r}")
+        return None
+
+    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+        """Return replies to ranks that may go on."""
+        replies: list[tuple[int, Message | FarandoleError]] = []
+        ready = [rank for rank in self._waits if self._clocks.may_begin(rank)]
+        replies += [(rank, self._reply(self._waits.pop(rank))) for rank in ready]
+        self._meet()
+        for rank, (_, number) in list(self._gathers.items()):
+            if number <= self._gathered:
+                del self._gathers[rank]
+                replies.append((rank, self._reply(self._seen[rank])))
+        return replies or self._disagreement()
+
+    def client_left(self, client: int) -> None:
+        """Let no rank wait for this one."""
+        self._write(self._clocks.leave(client))
+        for table in (self._waits, self._gathers, self._seen):
+            table.pop(client, None)
+
+    def state(self) -> Message:
+        """Return the clocks, and begin another journal; that before is kept until this snapshot is on the disk."""
+        for number in range(self._journal_number):
+            with suppress(FileNotFoundError):
+                self._journal(number).unlink()
+        self._journal_number += 1
+        gathers = [[rank, *each] for rank, each in self._gathers.items()]
+        return Message({
+            "clocks": self._clocks.to_json(), "seen": sorted(self._seen.items()), "gathered": self._gathered,
+            "gathers": gathers, "waits": sorted(self._waits.items()), "journal": self._journal_number,
+        })  # fmt: skip
+
+    def load(self, state: Message) -> None:
+        """Go on from `state`, and from what the journals have of later."""
+        values = state.values
+        self._clocks = Clocks.from_json(self._staleness, values["clocks"])
+        self._seen, self._waits = dict(values["seen"]), dict(values["waits"])
+        self._gathers = {rank: (what, number) for rank, what, number in values["gathers"]}
+        self._gathered, self._journal_number = values["gathered"], values["journal"]
+        self._read_journals()
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def _see(self, rank: int, seen: int) -> None:
+        self._seen[rank] = max(seen, self._seen.get(rank, 0))
+        self._clocks.forget(min(self._seen.values()))
+
+    def _reply(self, seen: int) -> Message:
+        clocks = self._clocks
+        ranks = sorted(clocks.done)
+        counts = sorted(clocks.staleness_counts.items())
+        return Message({"entries": clocks.since(seen), "ranks": ranks, "staleness": counts})
+
+    def _meet(self) -> None:
+        """Let ranks go on that wait for each other, when all are there and do the same."""
+        live = set(self._clocks.done)
+        if live and live <= set(self._gathers):
+            kinds = {self._gathers[rank] for rank in live}
+            if len(kinds) == 1 and (number := next(iter(kinds))[1]) > self._gathered:
+                self._gathered = number
+                self._clocks.draining.clear()
+                self._append({"gathered": number})
+
+    def _disagreement(self) -> list[tuple[int, Message | FarandoleError]]:
+        """Return an error for all ranks where each waits for what another will not do."""
+        live, waiting = set(self._clocks.done), self._waits.keys() | self._gathers.keys()
+        kinds = {rank: self._gathers[rank][0] if rank in self._gathers else "makes a step" for rank in waiting}
+        if not live or not live <= waiting or len(set(kinds.values())) < 2:
+            return []
+        said = ", ".join(
+            f"{kind!r} on {name_ranks([rank for rank in sorted(kinds) if kinds[rank] == kind])}"
+            for kind in sorted(set(kinds.values()))
+        )
+        self._waits.clear()
+        self._gathers.clear()
+        remedy = "make as many steps on all ranks, and load and drain on all of them alike"
+        return [(rank, Mismatch(f"ranks do not do the same: {said}", rank=rank, operation="clocks", remedy=remedy))
+                for rank in sorted(waiting)]  # fmt: skip
+
+    # -- see [Note: journal] -------------------------------------------------------------------
+
+    def _journal(self, number: int) -> Path:
+        return self._directory / f"journal-{number}"
+
+    def _write(self, entries: Sequence[Mapping[str, Any]]) -> None:
+        for offset, entry in enumerate(entries):
+            self._append({"version": self._clocks.version - len(entries) + offset, "entry": entry})
+
+    def _append(self, line: Mapping[str, Any]) -> None:
+        with self._journal(self._journal_number).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _read_journals(self) -> None:
+        number = self._journal_number
+        while self._journal(number).exists():
+            for line in self._journal(number).read_text().splitlines(keepends=True):
+                if not line.endswith("\n"):
+                    break  # it was killed while it wrote: no rank has heard of this
+                found = json.loads(line)
+                if "gathered" in found:
+                    self._gathered = max(self._gathered, found["gathered"])
+                else:
+                    self._clocks.adopt(found["version"], found["entry"])
+            self._journal_number = number
+            number += 1

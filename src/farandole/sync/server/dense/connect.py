@@ -1,0 +1,145 @@
+"""The servers of a job: which rank starts which, and the connections of this rank to all of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from ....comm.transport.connect import Door
+from ....comm.world.comm_errors import refuse_if_ended
+from ....comm.world.host_address import own_address
+from ....comm.world.store_sync import all_gather_json, require_equal
+from ....comm.world.world import World
+from ....core.environ.env import SECRET, read_job_secret, read_run_settings
+from ....core.vocabulary.errors import LaunchError
+from ....core.vocabulary.sync_spec import SyncSpec
+from ....core.wire.framing import keyed_hash
+from ..client import ServerClient
+from ..loop import Limits
+from ..start import ServerPlace, ServerProcess, make_directory, start_server
+from . import clock_service, shard
+
+GRACE_SECONDS: Final = 3.0
+"""For a rank that has lost its connection to come back: a dead one holds up the others so long."""
+_START_SECONDS = 120.0
+_KEPT_COPIES, _LEAST_KEPT_BYTES = 4, 256 << 20
+"""What a rank keeps of pushes that are in no snapshot: so many times what it sends to a server in a step."""
+_MARGIN_BYTES = 16 << 20
+_COPIES = 16
+"""States of an optimizer that a message may have beside the parameters."""
+
+
+@dataclass(eq=False)
+class Servers:
+    """Connections of one rank to all servers of one model."""
+
+    clients: list[ServerClient]
+    started: list[ServerProcess] = field(default_factory=list)
+    """Those that this rank has started."""
+
+    def close(self) -> None:
+        """Leave: servers end when all have left."""
+        was_last = [each.leave() for each in self.clients]
+        processes = [*self.started, *(process for each in self.clients for process in each.restored)]
+        for process in processes:
+            process.end(10.0 if all(was_last) else 0.5)
+
+    def forget(self) -> None:
+        """In a forked child: close its copies of the connections."""
+        for each in self.clients:
+            each.close()
+
+
+def starters(nodes: Sequence[int], servers: int) -> list[int]:
+    """Return by server the rank that starts it: hosts in turn, and on each its ranks in turn.
+
+    >>> starters([0, 0, 1, 1], 3)
+    [0, 2, 1]
+    """
+    by_node: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        by_node.setdefault(node, []).append(rank)
+    width = max(map(len, by_node.values()))
+    order = [ranks[i] for i in range(width) for ranks in by_node.values() if i < len(ranks)]
+    return order[:servers]
+
+
+def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> Servers:
+    """Start the servers and connect to them; to be called by all ranks.
+
+    Args:
+        here: the ranks that train.
+        spec: which servers, and how often they write snapshots.
+        shard_bytes: of the parameters at one server.
+
+    Raises:
+        LaunchError: on all ranks, where one could not be started.
+    """
+    secret = read_job_secret()
+    said = all_gather_json(
+        here,
+        "servers",
+        {"node": here.node_rank, "nonce": secrets.token_hex(32), "secret": Door.fingerprint(secret)},
+    )
+    require_equal(
+        here, "servers", "the fingerprint of the job's secret", [each["secret"] for each in said],
+        remedy=f"give all ranks the same {SECRET}, or none",
+    )  # fmt: skip
+    key = keyed_hash(secret, b"servers", said[0]["nonce"].encode())
+    nodes = [each["node"] for each in said]
+    count = spec.servers or len(set(nodes))
+    mine = [number for number, rank in enumerate(starters(nodes, count)) if rank == here.rank]
+    started: list[ServerProcess] = []
+    told: dict[str, Any] = {"places": [], "failed": ""}
+    for number in mine:
+        try:
+            place, process = start_server(_place(here, spec, number, shard_bytes), key)
+        except (LaunchError, OSError) as problem:
+            told["failed"] = str(problem)
+            break
+        started.append(process)
+        told["places"].append(place.to_json())
+    everyone = all_gather_json(here, "servers started", told)
+    failed = next((each["failed"] for each in everyone if each["failed"]), "")
+    if failed:
+        for process in started:
+            process.kill()
+            process.wait()
+        raise LaunchError(failed)
+    places = sorted(
+        (ServerPlace.from_json(each) for told in everyone for each in told["places"]), key=lambda each: each.number
+    )
+    most_bytes = (_COPIES + 2) * shard_bytes + _MARGIN_BYTES
+    kept = max(_KEPT_COPIES * shard_bytes, _LEAST_KEPT_BYTES)
+    clients = [
+        ServerClient(
+            place, key, client=here.rank, rank=here.job_rank, host=_host(here), most_kept_bytes=kept,
+            most_bytes=most_bytes, still_on=lambda: refuse_if_ended(here, "server"),
+        )
+        for place in places
+    ]  # fmt: skip
+    return Servers(clients, started)
+
+
+def _place(here: World, spec: SyncSpec, number: int, shard_bytes: int) -> ServerPlace:
+    run = read_run_settings().run_directory
+    directory = make_directory(run if run is not None and Path(run).is_dir() else None)
+    services: dict[str, dict[str, Any]] = {shard.SERVICE: {"class": f"{shard.__name__}:DenseShard", "config": {}}}
+    if number == 0:
+        config = {"ranks": list(range(here.size)), "staleness": spec.staleness, "directory": directory}
+        services[clock_service.SERVICE] = {"class": f"{clock_service.__name__}:ClockService", "config": config}
+    limits = Limits(
+        spec.snapshot_seconds, GRACE_SECONDS, _START_SECONDS, (_COPIES + 2) * shard_bytes + _MARGIN_BYTES
+    )
+    return ServerPlace(
+        number=number, host=_host(here), address=own_address(here.address), directory=directory,
+        clients=list(range(here.size)), services=services, limits=limits,
+        generation=read_run_settings().generation,
+    )  # fmt: skip
+
+
+def _host(here: World) -> str:
+    return here.host if here.node_count == 1 else f"{here.host} (host {here.node_rank})"

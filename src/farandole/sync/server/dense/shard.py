@@ -1,0 +1,206 @@
+"""Some of the parameters, with their optimizer states: what one server holds, and what pushes make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ....comm.gradients.grad_ownership import replace_grad
+from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
+from ..message import Message
+from .hyperparameters import make_optimizer, read_group
+from .layout import Piece
+from .states import Written, read_state, write_state
+
+SERVICE = "dense"
+
+
+class DenseShard:
+    """A service. It applies entries of `clocks.Clocks` in their order, each when its pushes are there."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config`: nothing; what is held comes with ``install``."""
+        self._parameters: list[torch.nn.Parameter] = []
+        """One for each piece, (elements,)."""
+        self._optimizers: list[Optimizer | None] = []
+        """None: no piece here is of that one."""
+        self._installed: dict[str, Any] = {}
+        """Values of the last ``install``."""
+        self._pushes: dict[tuple[int, int], Message] = {}
+        """By rank and step: what no entry has used yet."""
+        self._entries: list[Mapping[str, Any]] = []
+        """Those that are not applied yet."""
+        self._version = 0
+        """Entries that are applied."""
+        self._reads: dict[int, tuple[int, bool]] = {}
+        """Ranks that wait for a version, and whether for states too."""
+        self._gone: set[int] = set()
+        self._failed: FarandoleError | None = None
+
+    def handle(self, client: int, request: Message) -> Message | None:
+        """``install``, ``push``, ``apply`` and ``pull``."""
+        values = request.values
+        if values["do"] == "pull":
+            self._reads[client] = values["version"], values["states"]
+            return None
+        if values["do"] == "push":
+            self._pushes[client, values["step"]] = request
+        elif values["do"] == "apply":
+            skipped = self._version + len(self._entries) - values["first"]
+            if skipped < 0:
+                raise ConfigError(f"entries from {values['first']} on came before those from {-skipped} earlier")
+            self._entries += values["entries"][skipped:]
+        elif values["do"] == "install":
+            self._install(values, list(request.tensors))
+        else:
+            raise ConfigError(f"a shard cannot {values['do']!r}")
+        self._apply_what_is_there()
+        return Message({})
+
+    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+        """Return the parameters to ranks that wait for a version which is there now."""
+        replies: list[tuple[int, Message | FarandoleError]] = []
+        for rank, (version, with_states) in list(self._reads.items()):
+            if self._failed is None and not (self._installed and self._version >= version):
+                continue
+            del self._reads[rank]
+            replies.append((rank, self._failed or self._read(with_states)))
+        return replies
+
+    def client_left(self, client: int) -> None:
+        """No entry can wait for what it will push."""
+        self._gone.add(client)
+        self._check_lost()
+
+    def state(self) -> Message:
+        """Return all of it."""
+        tensors: list[torch.Tensor] = []
+        states = self._write_states(tensors)
+        parameters = [each.detach().clone() for each in self._parameters]
+        pushes = []
+        for (rank, step), push in self._pushes.items():
+            pushes.append([rank, step, dict(push.values), len(push.tensors)])
+        values = {
+            "installed": self._installed, "version": self._version, "entries": self._entries,
+            "gone": sorted(self._gone), "pushes": pushes, "states": states, "state_tensors": len(tensors),
+        }  # fmt: skip
+        pushed = [each for push in self._pushes.values() for each in push.tensors]
+        return Message(values, [*parameters, *tensors, *pushed])
+
+    def load(self, state: Message) -> None:
+        """Go on from `state`."""
+        values, tensors = state.values, list(state.tensors)
+        self._gone, self._entries = set(values["gone"]), list(values["entries"])
+        if values["installed"]:
+            count = len(values["installed"]["pieces"])
+            own = {**values["installed"], "states": values["states"]}
+            self._install(own, tensors[: count + values["state_tensors"]])
+            self._installed = dict(values["installed"])
+            tensors = tensors[count + values["state_tensors"] :]
+        self._version, self._entries = values["version"], list(values["entries"])
+        for rank, step, said, count in values["pushes"]:
+            self._pushes[rank, step] = Message(said, tensors[:count])
+            tensors = tensors[count:]
+
+    # -- parts -----------------------------------------------------------------------------------
+
+    def _install(self, values: Mapping[str, Any], tensors: list[torch.Tensor]) -> None:
+        """Hold other parameters and states; what was pushed before is of no use."""
+        pieces = values["pieces"]
+        self._parameters = [torch.nn.Parameter(each.clone()) for each in tensors[: len(pieces)]]
+        rest = tensors[len(pieces) :]
+        self._optimizers = []
+        for number, optimizer in enumerate(values["optimizers"]):
+            groups: list[list[torch.nn.Parameter]] = [[] for _ in optimizer["groups"]]
+            for parameter, (of, group) in zip(self._parameters, pieces, strict=True):
+                if of == number:
+                    groups[group].append(parameter)
+            made = make_optimizer(optimizer["class"], groups, optimizer["groups"]) if any(groups) else None
+            self._optimizers.append(made)
+        for parameter, (of, _), written in zip(self._parameters, pieces, values["states"], strict=True):
+            made = self._optimizers[of]
+            if made is not None and written:
+                made.state[parameter] = read_state(written, rest)
+        self._installed = {**values, "states": []}
+        self._version, self._entries, self._failed = values["version"], [], None
+        self._pushes.clear()
+
+    def _apply_what_is_there(self) -> None:
+        while self._installed and self._entries and self._failed is None:
+            of = self._entries[0]["of"]
+            if any((rank, step) not in self._pushes for rank, step, _ in of):
+                break
+            entry = self._entries.pop(0)
+            pushes = [self._pushes.pop((rank, step)) for rank, step, _ in of]
+            self._version += 1
+            try:
+                self._step(pushes, [weight for _, _, weight in of], entry["rate"])
+            except FarandoleError as problem:
+                self._failed = problem
+        self._check_lost()
+
+    def _check_lost(self) -> None:
+        """See whether an entry waits for a push that will never come."""
+        for entry in self._entries:
+            for rank, step, _ in entry["of"]:
+                if rank in self._gone and (rank, step) not in self._pushes:
+                    self._failed = CommError(
+                        f"the gradients of step {step} of rank {rank}, which is gone, were lost with the server "
+                        "that had them",
+                        rank=rank,
+                        operation="push",
+                        remedy="go on from the last checkpoint, and set fewer snapshot_seconds",
+                    )
+
+    def _step(self, pushes: list[Message], weights: list[float], rate: float) -> None:
+        """Make the step of one entry: the weighed sum in the order of ranks, and one step of the optimizer."""
+        first = pushes[0].values
+        for push in pushes[1:]:
+            if (push.values["optimizer"], push.values["groups"]) != (first["optimizer"], first["groups"]):
+                raise Mismatch(
+                    f"step {first['step']}: ranks step other optimizers, or with other hyperparameters: "
+                    f"{_shown(first)} and {_shown(push.values)}",
+                    rank=0,
+                    operation="push",
+                    remedy="step the same optimizers in the same order, with the same schedule, on all ranks",
+                )
+        optimizer = self._optimizers[first["optimizer"]]
+        if optimizer is None or not rate:
+            return
+        sums: dict[int, torch.Tensor] = {}
+        for push, weight in zip(pushes, weights, strict=True):
+            for place, gradient in zip(push.values["places"], push.tensors, strict=True):
+                if not weight:  # a placeholder may hold anything
+                    sums.setdefault(place, torch.zeros_like(gradient))
+                elif place not in sums:
+                    sums[place] = gradient * weight
+                else:
+                    sums[place].add_(gradient, alpha=weight)
+        for place, gradient in sums.items():
+            replace_grad(self._parameters[place], gradient)
+        for group, said in zip(optimizer.param_groups, first["groups"], strict=True):
+            group.update(read_group(said))
+            group["lr"] *= rate
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def _read(self, with_states: bool) -> Message:
+        parameters = [each.detach().clone() for each in self._parameters]
+        tensors: list[torch.Tensor] = []
+        states = self._write_states(tensors) if with_states else []
+        return Message({"version": self._version, "states": states}, [*parameters, *tensors])
+
+    def _write_states(self, tensors: list[torch.Tensor]) -> list[Written]:
+        found = []
+        for parameter, (of, _) in zip(self._parameters, self._installed.get("pieces", []), strict=True):
+            optimizer = self._optimizers[of]
+            state = {} if optimizer is None else optimizer.state.get(parameter, {})
+            found.append(write_state(state, parameter.shape, Piece(0, 0, parameter.numel()), tensors))
+        return found
+
+
+def _shown(push: Mapping[str, Any]) -> str:
+    return f"optimizer {push['optimizer']} with {[group.get('lr') for group in push['groups']]}"
