@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import struct
+import time
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,12 +17,13 @@ from torch.optim import Optimizer
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError
 from farandole.parallel.apply import policy_of
 from farandole.sync.server.dense.policy import ServerSync
-from tests.ranks.pool import ranks
+from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_close, data, mlp
 
-STEPS, WHOLE = 12, 12
+STEPS, WHOLE = 9, 12
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
     "plain": lambda p: torch.optim.SGD(p, 0.05),
@@ -75,3 +81,172 @@ def test_whole_steps_train_as_one_process(kind: str) -> None:
     assert len(set(all_gather_json(world, "bits", bits(model)))) == 1
     with fd.averaged(model):
         assert_close(model, alone, rtol=1e-10, atol=1e-12)
+
+
+class Marks:
+    """How many steps each rank has done, in a file that all ranks map."""
+
+    def __init__(self, folder: Path) -> None:
+        world = fd.world()
+        self.file = os.open(folder / "done", os.O_RDWR | os.O_CREAT)
+        if world.rank == 0:
+            os.truncate(self.file, 8 * world.size)
+        all_gather_json(world, "marks", 0)
+
+    def say(self, done: int) -> list[int]:
+        """Say how many this rank has done; return what all have."""
+        world = fd.world()
+        os.pwrite(self.file, struct.pack("<q", done), 8 * world.rank)
+        return list(struct.unpack(f"<{world.size}q", os.pread(self.file, 8 * world.size, 0)))
+
+
+@pytest.mark.parametrize("sync", ["server:staleness=3", "async", "server:staleness=1,servers=2"])
+@ranks(2)
+def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str, tmp_path: Path) -> None:
+    world = fd.init()
+    marks, steps, apart = Marks(tmp_path), 20, 0
+    model = nn.Linear(8, 3).double()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fd.distribute(model, optimizer, fd.Plan(sync=sync))
+    bound = policy(model)._spec.staleness
+    for step in range(1, steps + 1):
+        sum((each * float(step + 100 * world.rank)).sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+        if world.rank == 1 and step % 3 == 0:
+            time.sleep(0.03)
+        optimizer.step()
+        optimizer.zero_grad()
+        done = marks.say(step)
+        apart = max(apart, done[world.rank] - min(done))
+        if (
+            bound is not None
+        ):  # a rank that has done `step` steps begins the next; what others said may be a step old
+            assert step <= min(done) + bound + 1, done
+    fd.drain(model)
+    whole = -0.5 * sum(step + 100 * rank for step in range(1, steps + 1) for rank in range(2)) / 2
+    for each in model.parameters():
+        assert each.detach().unique().tolist() == [whole]  # every number on the way is exact
+    assert sum(policy(model).staleness.values()) == 2 * steps
+    if world.rank == 0:
+        assert apart > 0
+    os.close(marks.file)
+
+
+@ranks(2)
+def test_a_server_that_is_killed_changes_no_bit() -> None:
+    world = fd.init()
+    ends = []
+    for kills in (False, True):
+        model, optimizer = distributed("server:staleness=0,servers=2,snapshot_seconds=0.05", "adamw")
+        servers = policy(model)._servers
+
+        def after(step: int, kills: bool = kills, servers: Any = servers) -> None:
+            if kills and step in (3, 6):
+                for process in [*servers.started, *(each for c in servers.clients for each in c.restored)][-1:]:
+                    if (step == 3) == (world.rank == 0):
+                        process.kill()
+            time.sleep(0.02)
+
+        train(model, optimizer, batches(), after)
+        fd.drain(model)
+        ends.append(bits(model))
+        if kills:
+            restored = sum(len(each.restored) for each in servers.clients)
+            assert sum(all_gather_json(world, "restored", restored)) >= 2
+        policy(model).close()
+    assert ends[0] == ends[1]
+    assert len(set(all_gather_json(world, "bits", ends[1]))) == 1
+
+
+@takes(60)
+@ranks(2)
+def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:
+    world = fd.init()
+    plans = ["server:staleness=0,servers=2", "every_step", "server:staleness=0", "server:staleness=2"]
+    done = 0
+    for sync in plans:
+        model, optimizer = distributed(sync, "adamw")
+        if done:
+            assert fd.load(tmp_path / f"saved-{done}", model, optimizer) == done
+        if sync.endswith("staleness=2"):
+            break
+        for x, y in batches(9)[done : done + 3]:
+            nn.functional.mse_loss(model(x.chunk(2)[world.rank]), y.chunk(2)[world.rank]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        done += 3
+        fd.save(tmp_path / f"saved-{done}", model, optimizer, step=done)
+    alone = mlp().double()
+    reference = OPTIMIZERS["adamw"](alone.parameters())
+    for x, y in batches(9):
+        nn.functional.mse_loss(alone(x), y).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_close(model, alone, rtol=1e-10, atol=1e-12)
+    policy(model).gather_states()
+    for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[mine], reference.state[theirs], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_are_an_error() -> None:
+    world = fd.init()
+    model, optimizer = distributed("server:staleness=0", "plain")
+    train(model, optimizer, batches(2))
+    model.load_state_dict(mlp(seed=3).double().state_dict())
+    train(model, optimizer, batches(2))
+    alone = mlp(seed=3).double()
+    reference = torch.optim.SGD(alone.parameters(), optimizer.param_groups[0]["lr"] / 0.97**2)
+    train(alone, reference, batches(2), alone=True)
+    assert_close(model, alone, rtol=1e-10, atol=1e-12)
+    if world.rank == 1:
+        model.load_state_dict(mlp(seed=4).double().state_dict())
+    with pytest.raises(Mismatch, match=r"'loads other parameters' on rank 1, 'makes a step' on rank 0"):
+        train(model, optimizer, batches(1))
+
+
+@ranks(2)
+def test_other_learning_rates_and_other_numbers_of_steps_are_errors_on_all_ranks() -> None:
+    world = fd.init()
+    model, optimizer = distributed("server:staleness=0", "plain")
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["lr"] = 0.1 + world.rank
+    with pytest.raises(Mismatch, match=r"with \[0.1\] and optimizer 0 with \[1.1\]"):
+        train(model, optimizer, batches(1))
+    model, optimizer = distributed("server:staleness=0", "plain")
+    goes_on = partial(train, model, optimizer, batches(1)) if world.rank == 1 else partial(fd.drain, model)
+    with pytest.raises(Mismatch, match=r"'fd\.drain' on rank 0, 'makes a step' on rank 1"):
+        goes_on()
+
+
+@ranks(2)
+def test_what_servers_cannot_train_is_refused_by_name() -> None:
+    fd.init()
+
+    class Own(torch.optim.SGD):
+        pass
+
+    def refused(make: Callable[[Any], Optimizer], model: nn.Module, match: str, **keys: Any) -> None:
+        with pytest.raises((ConfigError, PlanError), match=match):
+            fd.distribute(model, make(model.parameters()), fd.Plan(**{"sync": "async", **keys}))
+
+    linear = nn.Linear(3, 3)
+    refused(lambda p: Own(p, 0.1), nn.Linear(3, 3), r"cannot run .*Own: expected a class of torch.optim")
+    refused(torch.optim.LBFGS, nn.Linear(3, 3), "LBFGS")
+    refused(torch.optim.Adafactor, nn.Linear(3, 3), "Adafactor: its update of an element depends")
+    refused(torch.optim.Rprop, nn.Linear(3, 3), "Rprop, whose steps do not grow")
+    batch_norm = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    refused(lambda p: torch.optim.SGD(p, 0.1), batch_norm, "running statistics of '1'")
+    refused(lambda p: torch.optim.SGD(p, 0.1), linear, "servers = 3, expected at most 2", sync="server:servers=3")
+
+
+@ranks(2)
+def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
+    fd.init()
+    model, optimizer = distributed("server:staleness=0", "plain")
+    with pytest.raises(ConfigError, match=r"step\(closure\)"):
+        optimizer.step(lambda: 1.0)
+    with fd.averaged(model), pytest.raises(ConfigError, match=r"inside fd\.averaged"):
+        optimizer.step()

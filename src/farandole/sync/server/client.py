@@ -101,10 +101,9 @@ class ServerClient:
 
         A server that is gone is left alone.
         """
-        if self._channel is None or self._asked is not None:
-            self.close()
+        if self._channel is None:
             return False
-        self._restores, last = False, False
+        self._asked, self._restores, last = None, False, False
         try:
             self._ask(CONTROL, {"do": "leave"}, (), keeps=False)
             until = time.monotonic() + _CALL_SECONDS

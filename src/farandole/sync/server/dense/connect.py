@@ -41,11 +41,12 @@ class Servers:
     """Those that this rank has started."""
 
     def close(self) -> None:
-        """Leave: servers end when all have left."""
+        """Leave: servers end when all have left. May be called twice."""
         was_last = [each.leave() for each in self.clients]
         processes = [*self.started, *(process for each in self.clients for process in each.restored)]
         for process in processes:
             process.end(10.0 if all(was_last) else 0.5)
+        self.clients, self.started = [], []
 
     def forget(self) -> None:
         """In a forked child: close its copies of the connections."""

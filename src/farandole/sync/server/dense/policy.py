@@ -74,6 +74,7 @@ class ServerSync:
         self._is_loaded = self._is_averaged = self._is_filled = self._is_closed = False
         for each in optimizers:
             each.register_load_state_dict_post_hook(_Loaded(self))
+        weakref.finalize(model, here.session.let_go_later, self._servers.close).atexit = False
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
         self._install(optimizers)

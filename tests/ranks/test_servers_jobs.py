@@ -1,0 +1,112 @@
+"""Jobs with servers whose ranks die: the others go on, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks.pool import _place, free_port, patient
+from tests.ranks.started import started
+from tests.warm import run
+
+SCRIPT = """
+import sys, time, torch, farandole as fd
+from torch import nn
+from farandole.parallel.apply import policy_of
+sync, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+here = fd.init()
+torch.manual_seed(1)
+model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+fd.distribute(model, optimizer, fd.Plan(sync=sync))
+servers = policy_of(model)._servers
+print("servers", *[each.pid for each in servers.started], flush=True)
+for step in range(1, steps + 1):
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + here.rank)).double()
+    model(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(pause)
+    if step == 5:
+        print("five", flush=True)
+fd.drain(model)
+print("end", float(sum(each.double().sum() for each in model.parameters())), flush=True)
+print("done", flush=True)
+policy_of(model).close()
+"""
+
+
+def alive(process: int) -> bool:
+    """Whether a process runs that is no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(processes: list[int], seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while left := [each for each in processes if alive(each)]:
+        assert time.monotonic() < until, f"{left} are there after {seconds} s"
+        time.sleep(0.05)
+
+
+@pytest.mark.full
+@patient
+@pytest.mark.parametrize("sync", ["server:staleness=0,servers=2", "server:staleness=2"])
+def test_a_rank_that_is_killed_costs_no_step_of_the_others(sync: str, tmp_path: Path) -> None:
+    """That of rank 1, which has started a server too."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    port = free_port()
+    with started(tmp_path, [str(script), sync, "40", "0.05"], [_place(i, 3, port) for i in range(3)]) as ranks:
+        ranks[1].wait_for("five")
+        os.kill(ranks[1].process.pid, signal.SIGKILL)
+        for each in (ranks[0], ranks[2]):
+            each.wait_for("done")
+        ends = {line for each in (ranks[0], ranks[2]) for line in each.out.splitlines() if line.startswith("end")}
+        assert len(ends) == 1
+        servers = [int(word) for each in ranks for word in each.out.splitlines()[0].split()[1:]]
+        assert len(servers) == (2 if "servers=2" in sync else 1)
+        wait_until_gone(servers, 10)
+
+
+@pytest.mark.full
+@patient
+def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    port = free_port()
+    with started(tmp_path, [str(script), "async,servers=2".replace(",", ":"), "9999", "0.01"],
+                 [_place(i, 2, port) for i in range(2)]) as ranks:  # fmt: skip
+        for each in ranks:
+            each.wait_for("five")
+        servers = [int(word) for each in ranks for word in each.out.splitlines()[0].split()[1:]]
+        assert len(servers) == 2
+        assert all(map(alive, servers))
+        for each in ranks:
+            os.kill(each.process.pid, signal.SIGKILL)
+        wait_until_gone(servers, 10)
+
+
+@pytest.mark.full
+@patient
+def test_a_job_of_the_launcher_ends_with_its_servers(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(script), "server:staleness=1", "20", "0")
+    assert done.returncode == 0, done.stderr
+    servers = [
+        int(word)
+        for line in done.stdout.splitlines()
+        if "servers" in line
+        for word in line.split("servers")[1].split()
+    ]
+    assert len(servers) == 1
+    assert not alive(servers[0])
+    assert "pushes by their staleness" in done.stderr
