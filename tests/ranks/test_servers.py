@@ -134,13 +134,14 @@ def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str
     os.close(marks.file)
 
 
+@pytest.mark.full
 @ranks(2)
 def test_a_server_that_is_killed_changes_no_bit() -> None:
     world = fd.init()
     ends = []
     for kills in (False, True):
         model, optimizer = distributed("server:staleness=0,servers=2,snapshot_seconds=0.05", "adamw")
-        servers = policy(model)._servers
+        servers = policy(model).remote.servers
 
         def after(step: int, kills: bool = kills, servers: Any = servers) -> None:
             if kills and step in (3, 6):
@@ -160,6 +161,7 @@ def test_a_server_that_is_killed_changes_no_bit() -> None:
     assert len(set(all_gather_json(world, "bits", ends[1]))) == 1
 
 
+@pytest.mark.full
 @takes(60)
 @ranks(2)
 def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 fd.distribute(model, optimizer, fd.Plan(sync=sync))
-servers = policy_of(model)._servers
+servers = policy_of(model).remote.servers
 print("servers", *[each.pid for each in servers.started], flush=True)
 for step in range(1, steps + 1):
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + here.rank)).double()

@@ -102,3 +102,41 @@ def test_presets_are_what_the_papers_have() -> None:
     assert later.is_plain_mean
     assert later.first > 0
     assert diloco.codec("none") == "none"
+
+
+def test_servers() -> None:
+    spec = SyncSpec.parse("server:staleness=3,servers=2,snapshot_seconds=5")
+    assert (spec.is_server, spec.staleness, spec.servers, spec.snapshot_seconds) == (True, 3, 2, 5.0)
+    assert SyncSpec.parse("server").staleness == 0
+    assert SyncSpec.parse("async").staleness is None
+    assert SyncSpec.parse("server:servers=1,staleness=0").to_text() == "server:servers=1"
+    assert not spec.exchanges_gradients
+    assert Plan(sync="async").sync == "async"
+
+
+@pytest.mark.parametrize(
+    ("sync", "match"),
+    [
+        ("server:staleness=-1", "staleness = -1, expected a number of steps from 0"),
+        ("server:staleness=many", "staleness = 'many', expected a number of steps from 0"),
+        ("server:servers=0", "servers = 0, expected a number of servers from 1, at most one a rank"),
+        ("server:snapshot_seconds=inf", "snapshot_seconds = inf, expected a number of seconds from 0"),
+        ("server:H=3", "server has no H; it has staleness, servers, snapshot_seconds"),
+        ("local:staleness=3", "local has no staleness; it has H, outer_lr"),
+        ("async:staleness=3", "async has no bound; write server:staleness=3"),
+        ("asink", "unknown 'asink'"),
+    ],
+)
+def test_bad_servers_are_refused_with_what_was_expected(sync: str, match: str) -> None:
+    with pytest.raises(PlanError, match=match):
+        SyncSpec.parse(sync)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"codec": "int8"}, {"codec": "auto", "lossy": True}, {"clip_norm": 1.0}, {"nonfinite": "skip"}, {"zero": 1},
+     {"precision": "fp16"}, {"route": "hierarchical"}, {"balance": "speed"}],
+)  # fmt: skip
+def test_what_does_not_go_with_servers_is_refused(keys: dict[str, object]) -> None:
+    with pytest.raises(PlanError, match="sync"):
+        Plan(sync="server", **keys)  # type: ignore[arg-type]

@@ -177,7 +177,8 @@ class Plan:
         self._refuse_memory()
         others = {name: getattr(self, name) for name in (*NOT_WITH_BALANCE, *NOT_WITH_SYNC, *NOT_WITH_SERVERS)}
         refuse_balance_keys(self.balance, self.balance_cap, others)
-        refuse_sync_keys(self.sync, others, is_auto=self.codec == AUTO, is_lossy=self.lossy)
+        is_auto, is_coded = self.codec == AUTO, self.codec != NONE
+        refuse_sync_keys(self.sync, others, is_auto=is_auto, is_lossy=self.lossy, is_coded=is_coded)
         if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
             raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
         if self.ranks_per_switch and self.switch_of:

@@ -187,7 +187,6 @@ NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 
 
 NOT_WITH_SERVERS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "codec": ((NONE,), "is not there yet: gradients travel to servers exactly"),
     "clip_norm": (
         (None,),
         "bounds the norm of the mean gradient, which no rank has: clip in the loop (each its own)",
@@ -197,10 +196,13 @@ NOT_WITH_SERVERS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
 """The same of servers, beside `NOT_WITH_SYNC`."""
 
 
-def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool, is_lossy: bool) -> None:
+def refuse_sync_keys(
+    sync: str, others: Mapping[str, object], *, is_auto: bool, is_lossy: bool, is_coded: bool
+) -> None:
     """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` or `NOT_WITH_SERVERS` rules out.
 
-    `is_auto`: whether the plan leaves the codec to measurement. `is_lossy`: whether that may lose something.
+    `is_coded`: whether the plan has a codec for gradients. `is_auto`: whether it leaves that to measurement.
+    `is_lossy`: whether that may lose something.
     """
     spec = SyncSpec.parse(sync)
     if spec.is_every_step:
@@ -211,6 +213,11 @@ def refuse_sync_keys(sync: str, others: Mapping[str, object], *, is_auto: bool, 
             raise PlanError(
                 f'plan: sync = "{sync}" with {name} = {shown}, {why}', remedy=f"leave sync or {name} out"
             )
+    if spec.is_server and is_coded:
+        raise PlanError(
+            f'plan: sync = "{sync}" with a codec is not there yet: gradients travel to servers exactly',
+            remedy="leave codec out",
+        )
     if spec.name == MEASURED and not (is_auto and is_lossy):
         raise PlanError(
             f'plan: sync = "{sync}" compares codec "{AUTO}" in each step with local steps: both lose something',

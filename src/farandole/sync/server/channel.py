@@ -20,7 +20,7 @@ from typing import Final
 import torch
 
 from ...core.wire.framing import HEADER, MAC_BYTES, FrameError, keyed_hash
-from .message import MOST_TEXT_BYTES, Message, Outline, tensor_views, write_text
+from .message import MOST_TEXT_BYTES, Outline, ServerMessage, tensor_views, write_text
 
 QUESTION_BYTES: Final = 32
 HELLO: Final = struct.Struct(f"<II{QUESTION_BYTES}s{MAC_BYTES}s")
@@ -64,7 +64,7 @@ class Hello:
 
 
 @dataclass(eq=False)
-class Channel:
+class ServerChannel:
     """Messages over a connection that never blocks. See [Note: signed texts]."""
 
     socket: socket.socket
@@ -76,7 +76,7 @@ class Channel:
     _taken: int = 0
     _outgoing: deque[memoryview] = field(default_factory=deque)
     _head: bytearray = field(default_factory=bytearray)
-    """Of the message that is arriving: tag, length and HMAC, then its text."""
+    """The beginning of the message that is arriving: tag, length and HMAC, then its text."""
     _text_bytes: int = -1
     _outline: Outline | None = None
     _memory: torch.Tensor | None = None
@@ -87,7 +87,7 @@ class Channel:
         """Whether something is queued that the kernel has not taken yet."""
         return bool(self._outgoing)
 
-    def queue(self, message: Message) -> None:
+    def queue(self, message: ServerMessage) -> None:
         """Have a message sent after all that is queued; its tensors must not change before that."""
         text = write_text(message)
         head = HEADER.pack(self._sent, len(text))
@@ -108,14 +108,14 @@ class Channel:
         except BlockingIOError:
             return
 
-    def receive(self) -> list[Message]:
+    def receive(self) -> list[ServerMessage]:
         """Return the messages that have arrived whole.
 
         Raises:
             OSError: the connection is lost.
             FrameError: what arrived is not from our peer.
         """
-        found: list[Message] = []
+        found: list[ServerMessage] = []
         try:
             while True:
                 message = self._step()
@@ -133,7 +133,7 @@ class Channel:
         self._outgoing.clear()
         self.socket.close()
 
-    def _step(self) -> Message | None:
+    def _step(self) -> ServerMessage | None:
         """Take one piece; return a message that it completes."""
         if self._outline is None:
             wanted = _HEAD_BYTES + max(0, self._text_bytes) - len(self._head)
@@ -190,5 +190,5 @@ def open_connection(address: str, port: int, timeout_seconds: float) -> socket.s
     made = socket.create_connection((address, port), timeout_seconds)
     if made.getsockname() == made.getpeername():  # a port that is free now may call itself
         made.close()
-        raise ConnectionRefusedError("nobody listens there")
+        raise ConnectionRefusedError("no process listens there")
     return made

@@ -21,9 +21,9 @@ import torch
 from ...core.vocabulary import errors
 from ...core.vocabulary.errors import CommError, FarandoleError, LaunchError, PeerLost, Stalled
 from ...core.wire.framing import FrameError
-from .channel import QUESTION_BYTES, Channel, Hello, open_connection
+from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection
 from .loop import CONTROL
-from .message import Message
+from .message import ServerMessage
 from .start import ServerPlace, ServerProcess, restore_server
 
 RESTORE_SECONDS = 60.0
@@ -57,24 +57,22 @@ class ServerClient:
         self.place, self._key, self._client, self._rank = place, key, client, rank
         self._restores, self._still_on = host == place.host, still_on
         self._most_kept_bytes, self._most_bytes = most_kept_bytes, most_bytes
-        self._channel: Channel | None = None
+        self._channel: ServerChannel | None = None
         self._number = 0
-        self._kept: deque[tuple[int, Message]] = deque()
+        self._kept: deque[tuple[int, ServerMessage]] = deque()
         self._kept_bytes = 0
-        self._asked: tuple[int, Message] | None = None
+        self._asked: tuple[int, ServerMessage] | None = None
         """The request whose reply is not there."""
-        self._reply: Message | None = None
+        self._reply: ServerMessage | None = None
         self.restored: list[ServerProcess] = []
         """Servers that were started anew from here."""
-        self.losses = 0
-        """Connections that were lost so far."""
         self._connect()
 
     # -- requests ------------------------------------------------------------------------------
 
     def call(
         self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor] = (), *, keeps: bool
-    ) -> Message:
+    ) -> ServerMessage:
         """Send a request and wait for its reply: see `ask` and `wait_for`."""
         self.ask(service, values, tensors, keeps=keeps)
         return wait_for([self])[0]
@@ -135,7 +133,7 @@ class ServerClient:
         return self._reply is not None
 
     @property
-    def connection(self) -> Channel:
+    def connection(self) -> ServerChannel:
         """The connection; raises `CommError` after `close`."""
         if self._channel is None:
             raise CommError("the connection is closed", rank=self._rank, operation=self._operation)
@@ -145,7 +143,7 @@ class ServerClient:
         """Send and receive what can be without waiting; call again where the connection is lost."""
         self._move(reconnects=True)
 
-    def take_reply(self) -> Message:
+    def take_reply(self) -> ServerMessage:
         """Return the reply, once; raise the error that it is."""
         reply, self._reply = self._reply, None
         assert reply is not None, "is_answered"
@@ -180,7 +178,7 @@ class ServerClient:
         self._number += 1
         is_filling = 2 * self._kept_bytes > self._most_kept_bytes
         named = {"seq": self._number, "service": service, "keeps": keeps, "values": values, "saves": is_filling}
-        request = Message(named, tensors)
+        request = ServerMessage(named, tensors)
         if keeps:
             self._kept.append((self._number, request))
             self._kept_bytes += request.nbytes
@@ -199,17 +197,16 @@ class ServerClient:
             channel.close()
             self._channel = None
             if reconnects:
-                self.losses += 1
                 self._connect()
 
-    def _take(self, reply: Message) -> None:
+    def _take(self, reply: ServerMessage) -> None:
         durable = int(reply.values.get("durable", 0))
         while self._kept and self._kept[0][0] <= durable:
             self._kept_bytes -= self._kept.popleft()[1].nbytes
         if self._asked is None or reply.values.get("seq") != self._asked[0]:
             return  # to a request that was sent again, and was answered before
         self._asked = None
-        self._reply = reply if "error" in reply.values else Message(reply.values["values"], reply.tensors)
+        self._reply = reply if "error" in reply.values else ServerMessage(reply.values["values"], reply.tensors)
 
     # -- connections: see [Note: what is sent again] ---------------------------------------------
 
@@ -253,7 +250,7 @@ class ServerClient:
         if process is not None:
             self.restored.append(process)
 
-    def _call(self) -> tuple[Channel, int]:
+    def _call(self) -> tuple[ServerChannel, int]:
         """Return a connection, and the number of the last request that the server knows. Raises `OSError`."""
         connection = open_connection(self.place.address, self.place.port, _CALL_SECONDS)
         try:
@@ -268,8 +265,8 @@ class ServerClient:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             key_out, key_in = hello.keys(self._key, bytes(asked))
-            channel = Channel(connection, key_out, key_in, self._most_bytes)
-            until, said = time.monotonic() + _CALL_SECONDS, list[Message]()
+            channel = ServerChannel(connection, key_out, key_in, self._most_bytes)
+            until, said = time.monotonic() + _CALL_SECONDS, list[ServerMessage]()
             while not said:
                 if time.monotonic() > until:
                     raise TimeoutError("it does not answer")
@@ -294,7 +291,7 @@ def wait_for(
     timeout_seconds: float = float("inf"),
     *,
     beside: Sequence[ServerClient] = (),
-) -> list[Message]:
+) -> list[ServerMessage]:
     """Return the replies to the last request of each of `clients`, in their order.
 
     `beside`: connections that are looked after meanwhile: a server that was restored may need what this rank kept

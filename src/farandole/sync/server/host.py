@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import FarandoleError
 from ...core.wire.framing import FrameError
-from .message import Message
+from .message import ServerMessage
 from .service import Service
 
 
@@ -41,7 +41,7 @@ class ServiceHost:
         """Return the number of the last request of a client that changed something."""
         return self._clients.setdefault(client, _Client()).last
 
-    def take(self, client: int, request: Message) -> list[tuple[int, Message]]:
+    def take(self, client: int, request: ServerMessage) -> list[tuple[int, ServerMessage]]:
         """Carry out a request; return replies, each with the client that it is for. Raises `FrameError`."""
         known = self._clients.setdefault(client, _Client())
         try:
@@ -59,23 +59,23 @@ class ServiceHost:
             repeats = number == known.last and known.answer is not None
             known.waits = (number, name, True) if number == known.last and not repeats else None
             answer = known.answer if repeats else {}
-            return [] if known.waits else [self._reply(client, number, Message(answer or {}))]
+            return [] if known.waits else [self._reply(client, number, ServerMessage(answer or {}))]
         if keeps:
             known.last, known.answer = number, None
             self.changes += 1
         known.waits = number, name, keeps
         try:
-            reply = service.handle(client, Message(values, request.tensors))
+            reply = service.handle(client, ServerMessage(values, request.tensors))
         except FarandoleError as problem:
             return [*self._answer(client, problem), *self.due()]
         found = [] if reply is None else self._answer(client, reply)
         return [*found, *self.due()]
 
-    def due(self) -> list[tuple[int, Message]]:
+    def due(self) -> list[tuple[int, ServerMessage]]:
         """Return replies that were deferred and are known now."""
         return [found for name in self.services for found in self._due_of(name)]
 
-    def leave(self, client: int) -> list[tuple[int, Message]]:
+    def leave(self, client: int) -> list[tuple[int, ServerMessage]]:
         """A client has ended, or will not come back; return replies to others that waited for it."""
         if client not in self.expected:
             return []
@@ -86,13 +86,15 @@ class ServiceHost:
             service.client_left(client)
         return self.due()
 
-    def state(self) -> list[Message]:
+    def state(self) -> list[ServerMessage]:
         """Return what a snapshot must have: a message of ours, and one of each service in the order of names."""
         clients = {str(number): [each.last, each.answer] for number, each in self._clients.items()}
-        own = Message({"clients": clients, "expected": sorted(self.expected), "services": sorted(self.services)})
+        own = ServerMessage(
+            {"clients": clients, "expected": sorted(self.expected), "services": sorted(self.services)}
+        )
         return [own, *(self.services[name].state() for name in sorted(self.services))]
 
-    def load(self, saved: Iterable[Message]) -> None:
+    def load(self, saved: Iterable[ServerMessage]) -> None:
         """Go on from what `state` returned."""
         own, *states = saved
         self.expected = set(own.values["expected"])
@@ -105,24 +107,24 @@ class ServiceHost:
         """Return by client the number of its last request that changed something."""
         return {number: each.last for number, each in self._clients.items()}
 
-    def _due_of(self, name: str) -> Iterable[tuple[int, Message]]:
+    def _due_of(self, name: str) -> Iterable[tuple[int, ServerMessage]]:
         for client, answer in self.services[name].due():
             waits = self._clients.setdefault(client, _Client()).waits
             if waits is not None and waits[1] == name:
                 yield from self._answer(client, answer)
 
-    def _answer(self, client: int, answer: Message | FarandoleError) -> list[tuple[int, Message]]:
+    def _answer(self, client: int, answer: ServerMessage | FarandoleError) -> list[tuple[int, ServerMessage]]:
         known = self._clients[client]
         assert known.waits is not None, "it asked"
         (number, name, keeps), known.waits = known.waits, None
         if isinstance(answer, FarandoleError):
             said = {"kind": type(answer).__name__, "message": answer.message, "remedy": answer.remedy}
-            return [(client, Message({"seq": number, "error": said}))]
+            return [(client, ServerMessage({"seq": number, "error": said}))]
         if keeps:
             assert not answer.tensors, f"{name}: a reply to a request that changes something has no tensors"
             known.answer = dict(answer.values)
         return [self._reply(client, number, answer)]
 
-    def _reply(self, client: int, number: int, answer: Message) -> tuple[int, Message]:
+    def _reply(self, client: int, number: int, answer: ServerMessage) -> tuple[int, ServerMessage]:
         values = {"seq": number, "durable": self.durable.get(client, 0), "values": answer.values}
-        return client, Message(values, answer.tensors)
+        return client, ServerMessage(values, answer.tensors)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from ...core.wire.framing import FrameError
-from .channel import HELLO, QUESTION_BYTES, Channel, Hello
+from .channel import HELLO, QUESTION_BYTES, Hello, ServerChannel
 from .host import ServiceHost
-from .message import Message
+from .message import ServerMessage
 from .snapshot import SnapshotWriter
 
 HELLO_SECONDS = 5.0
@@ -62,7 +62,7 @@ class ServerLoop:
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         self._strangers: dict[int, _Stranger] = {}
-        self._channels: dict[int, Channel] = {}
+        self._channels: dict[int, ServerChannel] = {}
         """By client."""
         now = time.monotonic()
         self._missing = dict.fromkeys(host.expected, now + limits.start_seconds)
@@ -137,14 +137,14 @@ class ServerLoop:
         self._forget(stranger)
         key_in, key_out = hello.keys(self._key, stranger.question)
         stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = Channel(stranger.socket, key_out, key_in, self._limits.most_bytes)
+        channel = ServerChannel(stranger.socket, key_out, key_in, self._limits.most_bytes)
         client, refused = hello.client, ""
         if hello.generation != self._generation:
             refused = f"it is of generation {hello.generation} of the ranks, and the server of {self._generation}"
         elif client not in self._host.expected:
             refused = "the server has given it up: it was away for too long, or is no client of this server"
         if refused:
-            channel.queue(Message({"refused": refused}))
+            channel.queue(ServerMessage({"refused": refused}))
             channel.send_what_fits()
             channel.close()
             return
@@ -153,7 +153,7 @@ class ServerLoop:
         self._channels[client] = channel
         self._missing.pop(client, None)
         self._selector.register(channel.socket, selectors.EVENT_READ, client)
-        self._send([(client, Message({"last": self._host.last_of(client)}))])
+        self._send([(client, ServerMessage({"last": self._host.last_of(client)}))])
 
     # -- clients -------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class ServerLoop:
             if self._channels.get(client) is channel:
                 self._drop(client)
 
-    def _take(self, client: int, request: Message) -> None:
+    def _take(self, client: int, request: ServerMessage) -> None:
         if request.values.get("service") != CONTROL:
             self._send(self._host.take(client, request))
             if request.values.get("saves") and not self._writer.is_busy and not self._wants_snapshot:
@@ -181,14 +181,14 @@ class ServerLoop:
         number, values = int(request.values["seq"]), request.values["values"]
         if values.get("do") == "leave":
             is_last = self._host.expected == {client}
-            self._send([(client, Message({"seq": number, "values": {"last": is_last}}))])
+            self._send([(client, ServerMessage({"seq": number, "values": {"last": is_last}}))])
             self._send(self._host.leave(client))
         elif values.get("do") == "snapshot":
             self._wants_snapshot.append((client, number, self._host.changes))
         else:
             raise FrameError(f"a request to the server that it does not know: {values!r:.200}")
 
-    def _send(self, replies: Iterable[tuple[int, Message]]) -> None:
+    def _send(self, replies: Iterable[tuple[int, ServerMessage]]) -> None:
         for client, reply in replies:
             channel = self._channels.get(client)
             if channel is None:
@@ -200,7 +200,7 @@ class ServerLoop:
             except OSError:
                 self._drop(client)
 
-    def _watch(self, client: int, channel: Channel) -> None:
+    def _watch(self, client: int, channel: ServerChannel) -> None:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if channel.has_more_to_send else 0)
         if self._selector.get_key(channel.socket).events != wanted:
             self._selector.modify(channel.socket, wanted, client)
@@ -238,7 +238,7 @@ class ServerLoop:
         self._wants_snapshot = [each for each in self._wants_snapshot if each not in done]
         for client, number, _ in done:
             values = {"seq": number, "durable": self._host.durable.get(client, 0), "values": {}}
-            self._send([(client, Message(values))] if number >= 0 else [])
+            self._send([(client, ServerMessage(values))] if number >= 0 else [])
 
     def _last_words(self) -> None:
         """Send replies to clients that have left, for a moment."""

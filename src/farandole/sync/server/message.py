@@ -32,7 +32,7 @@ _DTYPES: Final = {
 
 
 @dataclass(frozen=True)
-class Message:
+class ServerMessage:
     """Values and tensors that belong together."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Message:
         return sum(each.nbytes for each in self.tensors)
 
 
-def write_text(message: Message) -> bytes:
+def write_text(message: ServerMessage) -> bytes:
     """Return the JSON text of a message, with what its tensors are. Raises `FrameError` for a dtype it has not."""
     kinds = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in message.tensors]
     strange = [kind for kind, _ in kinds if kind not in _DTYPES]
@@ -58,7 +58,7 @@ def write_text(message: Message) -> bytes:
     return text
 
 
-def tensor_views(message: Message) -> list[memoryview]:
+def tensor_views(message: ServerMessage) -> list[memoryview]:
     """Return the bytes of a message's tensors, each filled up to a multiple of 16; views if possible."""
     views = []
     for each in message.tensors:
@@ -97,14 +97,14 @@ class Outline:
             raise FrameError(f"a message with tensors of {outline.nbytes} bytes: expected at most {most_bytes}")
         return outline
 
-    def message(self, memory: torch.Tensor) -> Message:
+    def message(self, memory: torch.Tensor) -> ServerMessage:
         """Return the message whose tensors are views of `memory`, (bytes,) of uint8."""
         tensors, begin = [], 0
         for dtype, shape in self.kinds:
             nbytes = _nbytes(dtype, shape)
             tensors.append(memory[begin : begin + nbytes].view(dtype).view(shape))
             begin += _filled(nbytes)
-        return Message(self.values, tensors)
+        return ServerMessage(self.values, tensors)
 
 
 def _nbytes(dtype: torch.dtype, shape: Sequence[int]) -> int:

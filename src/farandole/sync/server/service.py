@@ -13,20 +13,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...core.vocabulary.errors import FarandoleError
-from .message import Message
+from .message import ServerMessage
 
 
 class Service(Protocol):
     """Runs in one thread: no call comes before the last one has returned."""
 
-    def handle(self, client: int, request: Message) -> Message | None:
+    def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         """Do what a rank asks for; return the reply, or None to reply later by `due`.
 
         A client sends no other request before it has the reply, and after a lost connection may send a request
         that only reads once more: the newer one counts. A `FarandoleError` that is raised is raised at the client.
         """
 
-    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+    def due(self) -> Sequence[tuple[int, ServerMessage | FarandoleError]]:
         """Return replies that were deferred and are known now, each with its client; called after each request.
 
         An error is raised at the client.
@@ -35,10 +35,10 @@ class Service(Protocol):
     def client_left(self, client: int) -> None:
         """A client has ended its training, or is gone and will not come back."""
 
-    def state(self) -> Message:
+    def state(self) -> ServerMessage:
         """Return all that a snapshot must have; tensors that do not change any more."""
 
-    def load(self, state: Message) -> None:
+    def load(self, state: ServerMessage) -> None:
         """Replace the state by what `state` returned in a process that is gone; called before any request."""
 
 

@@ -11,13 +11,13 @@ from typing import Final
 import torch
 
 from ...core.wire.framing import FrameError
-from .message import LENGTH, MOST_TEXT_BYTES, Message, Outline, tensor_views, write_text
+from .message import LENGTH, MOST_TEXT_BYTES, Outline, ServerMessage, tensor_views, write_text
 
 SNAPSHOT: Final = "snapshot"
 _MOST_BYTES = 1 << 50
 
 
-def write_snapshot(directory: Path, messages: Sequence[Message]) -> None:
+def write_snapshot(directory: Path, messages: Sequence[ServerMessage]) -> None:
     """Write `messages` to the disk; the last snapshot stays until this one is there. Raises `OSError`."""
     aside = directory / f"{SNAPSHOT}.new"
     with aside.open("wb") as file:
@@ -37,7 +37,7 @@ def write_snapshot(directory: Path, messages: Sequence[Message]) -> None:
         os.close(descriptor)
 
 
-def read_snapshot(directory: Path) -> list[Message]:
+def read_snapshot(directory: Path) -> list[ServerMessage]:
     """Return the messages of the last snapshot; empty without one. Raises `FrameError` for a damaged one."""
     try:
         file = (directory / SNAPSHOT).open("rb")
@@ -69,7 +69,7 @@ class SnapshotWriter:
         """Whether one is being written."""
         return self._writing is not None
 
-    def begin(self, messages: Sequence[Message], lasts: dict[int, int]) -> None:
+    def begin(self, messages: Sequence[ServerMessage], lasts: dict[int, int]) -> None:
         """Begin to write one. `lasts`: by client the last request that is in it."""
         assert self._writing is None, "one at a time"
         self._writing = self._thread.submit(write_snapshot, self._directory, messages), lasts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.sync.server.message import Message
+from farandole.sync.server.message import ServerMessage
 
 
 class Ledger:
@@ -20,28 +20,30 @@ class Ledger:
         self.left: list[int] = []
         self.waits: dict[int, int] = {}
 
-    def handle(self, client: int, request: Message) -> Message | None:
+    def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         if request.values["do"] == "add":
             self.total = self.total + request.tensors[0]
             self.entries.append([client, request.values["entry"]])
-            return Message({"count": len(self.entries)})
+            return ServerMessage({"count": len(self.entries)})
         if request.values["do"] == "fail":
             raise ConfigError("it was asked to", remedy="do not ask")
         self.waits[client] = request.values["at_least"]
         return None
 
-    def due(self) -> Sequence[tuple[int, Message]]:
+    def due(self) -> Sequence[tuple[int, ServerMessage]]:
         ready = [client for client, least in self.waits.items() if len(self.entries) >= least]
         for client in ready:
             del self.waits[client]
-        return [(client, Message({"entries": self.entries, "left": self.left}, [self.total])) for client in ready]
+        return [
+            (client, ServerMessage({"entries": self.entries, "left": self.left}, [self.total])) for client in ready
+        ]
 
     def client_left(self, client: int) -> None:
         self.left.append(client)
 
-    def state(self) -> Message:
-        return Message({"entries": list(self.entries), "left": list(self.left)}, [self.total])
+    def state(self) -> ServerMessage:
+        return ServerMessage({"entries": list(self.entries), "left": list(self.left)}, [self.total])
 
-    def load(self, state: Message) -> None:
+    def load(self, state: ServerMessage) -> None:
         self.total = state.tensors[0].clone()
         self.entries, self.left = list(state.values["entries"]), list(state.values["left"])

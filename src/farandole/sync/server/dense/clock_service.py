@@ -14,7 +14,7 @@ from typing import Any
 
 from ....core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
 from ....core.vocabulary.rank_lists import name_ranks
-from ..message import Message
+from ..message import ServerMessage
 from .clocks import Clocks
 
 SERVICE = "clocks"
@@ -40,14 +40,14 @@ class ClockService:
         self._journal_number = 0
         self._read_journals()
 
-    def handle(self, client: int, request: Message) -> Message | None:
+    def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         """``finish``, ``wait`` and ``gather``; see `policy` for when a rank asks for which."""
         values, clocks = request.values, self._clocks
         self._see(client, values["seen"])
         if values["do"] == "finish":
             clocks.draining.discard(client)
             self._write(clocks.finish(client, values["step"], values["share"], values["read"]))
-            return Message({})
+            return ServerMessage({})
         if values["do"] == "look":
             return self._reply(values["seen"])
         if values["do"] == "wait":
@@ -63,9 +63,9 @@ class ClockService:
             raise ConfigError(f"the clocks cannot {values['do']!r}")
         return None
 
-    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+    def due(self) -> Sequence[tuple[int, ServerMessage | FarandoleError]]:
         """Return replies to ranks that may go on."""
-        replies: list[tuple[int, Message | FarandoleError]] = []
+        replies: list[tuple[int, ServerMessage | FarandoleError]] = []
         ready = [rank for rank in self._waits if self._clocks.may_begin(rank)]
         replies += [(rank, self._reply(self._waits.pop(rank))) for rank in ready]
         self._meet()
@@ -81,19 +81,19 @@ class ClockService:
         for table in (self._waits, self._gathers, self._seen):
             table.pop(client, None)
 
-    def state(self) -> Message:
+    def state(self) -> ServerMessage:
         """Return the clocks, and begin another journal; that before is kept until this snapshot is on the disk."""
         for number in range(self._journal_number):
             with suppress(FileNotFoundError):
                 self._journal(number).unlink()
         self._journal_number += 1
         gathers = [[rank, *each] for rank, each in self._gathers.items()]
-        return Message({
+        return ServerMessage({
             "clocks": self._clocks.to_json(), "seen": sorted(self._seen.items()), "gathered": self._gathered,
             "gathers": gathers, "waits": sorted(self._waits.items()), "journal": self._journal_number,
         })  # fmt: skip
 
-    def load(self, state: Message) -> None:
+    def load(self, state: ServerMessage) -> None:
         """Go on from `state`, and from what the journals have of later."""
         values = state.values
         self._clocks = Clocks.from_json(self._staleness, values["clocks"])
@@ -108,11 +108,11 @@ class ClockService:
         self._seen[rank] = max(seen, self._seen.get(rank, 0))
         self._clocks.forget(min(self._seen.values()))
 
-    def _reply(self, seen: int) -> Message:
+    def _reply(self, seen: int) -> ServerMessage:
         clocks = self._clocks
         ranks = sorted(clocks.done)
         counts = sorted(clocks.staleness_counts.items())
-        return Message({"entries": clocks.since(seen), "ranks": ranks, "staleness": counts})
+        return ServerMessage({"entries": clocks.since(seen), "ranks": ranks, "staleness": counts})
 
     def _meet(self) -> None:
         """Let ranks go on that wait for each other, when all are there and do the same."""
@@ -124,7 +124,7 @@ class ClockService:
                 self._clocks.draining.clear()
                 self._append({"gathered": number})
 
-    def _disagreement(self) -> list[tuple[int, Message | FarandoleError]]:
+    def _disagreement(self) -> list[tuple[int, ServerMessage | FarandoleError]]:
         """Return an error for all ranks where each waits for what another will not do."""
         live, waiting = set(self._clocks.done), self._waits.keys() | self._gathers.keys()
         kinds = {rank: self._gathers[rank][0] if rank in self._gathers else "makes a step" for rank in waiting}

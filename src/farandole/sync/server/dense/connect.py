@@ -33,7 +33,7 @@ _COPIES = 16
 
 
 @dataclass(eq=False)
-class Servers:
+class ServerConnections:
     """Connections of one rank to all servers of one model."""
 
     clients: list[ServerClient]
@@ -68,7 +68,7 @@ def starters(nodes: Sequence[int], servers: int) -> list[int]:
     return order[:servers]
 
 
-def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> Servers:
+def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> ServerConnections:
     """Start the servers and connect to them; to be called by all ranks.
 
     Args:
@@ -122,7 +122,7 @@ def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> Servers:
         )
         for place in places
     ]  # fmt: skip
-    return Servers(clients, started)
+    return ServerConnections(clients, started)
 
 
 def _place(here: World, spec: SyncSpec, number: int, shard_bytes: int) -> ServerPlace:

@@ -9,7 +9,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """Consecutive elements of one parameter, at one server."""
 
     parameter: int
@@ -19,10 +19,10 @@ class Piece:
     """Elements of the parameter, counted in the order of its indices."""
 
 
-def cut_by_bytes(parameters: Sequence[torch.Tensor], servers: int) -> list[list[Piece]]:
+def cut_by_bytes(parameters: Sequence[torch.Tensor], servers: int) -> list[list[ShardPiece]]:
     """Return the pieces of each server: contiguous, and equal in bytes but for an element at each cut."""
     total = sum(each.nbytes for each in parameters)
-    dealt: list[list[Piece]] = [[] for _ in range(servers)]
+    dealt: list[list[ShardPiece]] = [[] for _ in range(servers)]
     before = 0
     for number, each in enumerate(parameters):
         width, elements = each.element_size(), each.numel()
@@ -31,19 +31,19 @@ def cut_by_bytes(parameters: Sequence[torch.Tensor], servers: int) -> list[list[
             ends = (-(-(total * place // servers - before) // width) for place in (server, server + 1))
             begin, end = (min(elements, max(0, place)) for place in ends)
             if end > begin:
-                dealt[server].append(Piece(number, begin, end))
+                dealt[server].append(ShardPiece(number, begin, end))
         before += each.nbytes
     return dealt
 
 
-def part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
     """Return a piece of a tensor, (elements,) in CPU memory of its own."""
     flat = tensor.detach().reshape(-1)[piece.begin : piece.end]
     return flat.cpu().clone() if flat.device.type == "cpu" else flat.cpu()
 
 
 @torch.no_grad()
-def put_part(tensor: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
+def put_part(tensor: torch.Tensor, piece: ShardPiece, values: torch.Tensor) -> None:
     """Write a piece into a tensor, whatever the order of its elements in memory."""
     if tensor.is_contiguous():
         tensor.detach().view(-1)[piece.begin : piece.end].copy_(values)

@@ -1,4 +1,4 @@
-"""Servers as a policy: an optimizer's step sends its gradients, and takes the parameters that come of all ranks'.
+"""Servers as a policy: an optimizer's step sends its gradients, and takes the parameters of all ranks' steps.
 
 See `clocks` for the order of steps, `shard` for what becomes of gradients, `server.client` for lost connections.
 
@@ -25,15 +25,9 @@ from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
-from ..client import wait_for
-from ..message import Message
-from . import clock_service, shard
-from .clock_service import DRAIN, INSTALL, INSTALLED
-from .connect import connect_servers
-from .hyperparameters import write_group
-from .layout import cut_by_bytes, part_of, put_part
-from .refuse import parameters_of, refuse_model
-from .states import join_state, write_state
+from .clock_service import DRAIN
+from .refuse import refuse_model
+from .remote_model import RemoteModel
 
 
 class ServerSync:
@@ -54,30 +48,17 @@ class ServerSync:
         """
         self._here, self._text, self._spec = here, plan.sync, SyncSpec.parse(plan.sync)
         refuse_model(model, optimizers, plan, why_not)
-        self._parameters = parameters_of(model, optimizers)
-        """Each with the numbers of its optimizer and its group, in the flat order."""
-        self._places = {each.parameter: number for number, each in enumerate(self._parameters)}
-        self._seen_optimizers = [weakref.ref(each) for each in optimizers]
-        self._kinds = [type(each).__name__ for each in optimizers]
-        tensors = [each.parameter for each in self._parameters]
-        count = self._spec.servers or here.node_count
-        self._pieces = cut_by_bytes(tensors, count)
-        """By server."""
-        shard_bytes = -(-sum(each.nbytes for each in tensors) // count)
-        self._servers = connect_servers(here, self._spec, shard_bytes)
-        self._step = self._version = self._gathers = self._undrained = 0
-        """Steps of this rank, entries that it has, times it met the others, steps since the last `drain`."""
-        self._ranks = list(range(here.size))
-        """Those that train."""
-        self._counts: dict[int, int] = {}
+        self.remote = RemoteModel(here, model, optimizers, plan.sync)
+        self._undrained = 0
+        """Steps since the last `drain`."""
         self._aside: GradsAside | None = None
-        self._is_loaded = self._is_averaged = self._is_filled = self._is_closed = False
+        self._is_loaded = self._is_averaged = self._is_closed = False
         for each in optimizers:
             each.register_load_state_dict_post_hook(_Loaded(self))
-        weakref.finalize(model, here.session.let_go_later, self._servers.close).atexit = False
+        weakref.finalize(model, here.session.let_go_later, self.remote.servers.close).atexit = False
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
-        self._install(optimizers)
+        self.remote.install()
 
     # -- what a loop asks ------------------------------------------------------------------------
 
@@ -85,9 +66,9 @@ class ServerSync:
     def staleness(self) -> dict[int, int]:
         """How many pushes had been applied so many pushes after the parameters that their gradients are of.
 
-        Of all ranks, as of this rank's last step or `drain`.
+        It counts those of all ranks, until this rank's last step or `drain`.
         """
-        return dict(self._counts)
+        return dict(self.remote.staleness)
 
     def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`. Raises `ConfigError`."""
@@ -109,26 +90,11 @@ class ServerSync:
                 f'plan: sync = "{self._text}" with optimizer.step(closure), which evaluates the model on its own',
                 remedy="call backward() before optimizer.step()",
             )
-        number = next((i for i, each in enumerate(self._seen_optimizers) if each() is optimizer), None)
-        if number is None:
+        if all(each is not optimizer for each in self.remote.optimizers()):
             return
-        if self._is_loaded:
-            self._install(self._optimizers)
-        self._push(number, optimizer)
-        share = self._here.session.batch_weight.factor
-        first = self._servers.clients[0]
-        first.ask(
-            clock_service.SERVICE,
-            {"do": "finish", "step": self._step, "share": share, "read": self._version, "seen": self._version},
-            keeps=True,
-        )
-        self._wait_first()
-        self._step += 1
+        self._install_what_was_loaded()
+        self.remote.step(optimizer, self._here.session.batch_weight.factor)
         self._undrained += 1
-        self._follow(self._clocks({"do": "wait"}))
-        self._write(self._pull(with_states=False))
-        if self._is_filled:
-            self._drop_states()
         self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -139,11 +105,10 @@ class ServerSync:
 
     def drain(self) -> None:
         """Take the parameters that come of all pushes of all ranks; to be called by all of them."""
-        if self._is_loaded:
-            self._install(self._optimizers)
-        self._gather(DRAIN)
+        self._install_what_was_loaded()
+        self.remote.gather(DRAIN)
+        self.remote.take()
         self._undrained = 0
-        self._write(self._pull(with_states=False))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -151,17 +116,16 @@ class ServerSync:
         if self._is_averaged:
             yield
             return
-        self._follow(self._clocks({"do": "look"}))
-        own = [each.parameter.detach().clone() for each in self._parameters]
-        self._write(self._pull(with_states=False))
+        own = [each.detach().clone() for each in self.remote.parameters]
+        self.remote.look()
         self._is_averaged = True
         try:
             yield
         finally:
             self._is_averaged = False
             with torch.no_grad():
-                for each, value in zip(self._parameters, own, strict=True):
-                    each.parameter.copy_(value)
+                for each, value in zip(self.remote.parameters, own, strict=True):
+                    each.copy_(value)
 
     def close(self) -> None:
         """Leave the servers, which end when all ranks have."""
@@ -169,19 +133,19 @@ class ServerSync:
             return
         self._is_closed = True
         if self._here.rank == 0 and self._spec.staleness != 0:
-            counts = ", ".join(f"{stale}: {count}" for stale, count in sorted(self._counts.items()))
+            counts = ", ".join(f"{stale}: {count}" for stale, count in sorted(self.remote.staleness.items()))
             write_notice(f"sync {self._text}: pushes by their staleness: {counts}")
             if self._undrained and not self._here.sockets.shut_down:
                 write_notice(
                     f"{self._undrained} steps were made since farandole.drain(model), and the ranks have "
                     "parameters of other versions"
                 )
-        self._servers.close()
+        self.remote.servers.close()
 
     def forget(self) -> None:
         """In a forked child: use no connection, and close its copies."""
         self._is_closed = True
-        self._servers.forget()
+        self.remote.servers.forget()
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -195,16 +159,7 @@ class ServerSync:
 
     def gather_states(self) -> None:
         """Let the optimizers have the servers' states until the next step; to be called by all ranks."""
-        reply = self._pull(with_states=True)
-        states = self._write(reply)
-        self._drop_states()
-        for each, state in zip(self._parameters, states, strict=True):
-            optimizer = self._seen_optimizers[each.optimizer]()
-            if optimizer is not None and state:
-                optimizer.state[each.parameter] = {
-                    name: _as_torch_keeps(name, value, each.parameter) for name, value in state.items()
-                }
-        self._is_filled = True
+        self.remote.take_states()
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: all is in the model and, after `gather_states`, in the optimizers."""
@@ -212,128 +167,13 @@ class ServerSync:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Give the servers what was loaded into model and optimizers; to be called by all ranks."""
-        self._install(self._optimizers)
+        self._is_loaded = True
+        self._install_what_was_loaded()
 
-    # -- requests --------------------------------------------------------------------------------
-
-    @property
-    def _optimizers(self) -> list[Optimizer]:
-        found = (each() for each in self._seen_optimizers)
-        return [each for each in found if each is not None]
-
-    def _wait_first(self) -> Message:
-        clients = self._servers.clients
-        return wait_for(clients[:1], self._here.timeout_seconds, beside=clients[1:])[0]
-
-    def _clocks(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask the first server where all ranks are."""
-        first = self._servers.clients[0]
-        first.ask(clock_service.SERVICE, {**values, "seen": self._version}, keeps=False)
-        said = self._wait_first().values
-        self._ranks, self._counts = list(said["ranks"]), dict(said["staleness"])
-        return said
-
-    def _gather(self, what: str) -> None:
-        """Wait until all ranks do `what`."""
-        self._gathers += 1
-        self._follow(self._clocks({"do": "gather", "what": what, "number": self._gathers}))
-
-    def _follow(self, said: Mapping[str, Any]) -> None:
-        """Carry entries that this rank has not had to all servers."""
-        entries = said["entries"]
-        if entries:
-            self._ask_all(
-                [{"do": "apply", "first": self._version, "entries": entries}] * len(self._pieces), keeps=True
-            )
-            self._version += len(entries)
-
-    def _push(self, number: int, optimizer: Optimizer) -> None:
-        groups = [write_group(group) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and parameter not in self._places:
-                    raise ConfigError(
-                        f'plan: sync = "{self._text}": an optimizer has a parameter of shape '
-                        f"{list(parameter.shape)} that did not train when farandole.distribute was called, and no "
-                        "server has it",
-                        remedy="call farandole.distribute when all parameters that will train do",
-                    )
-        values, tensors = [], []
-        for pieces in self._pieces:
-            places, parts = [], []
-            for place, piece in enumerate(pieces):
-                known = self._parameters[piece.parameter]
-                gradient = known.parameter.grad
-                if known.optimizer != number or gradient is None:
-                    continue
-                if gradient.layout != torch.strided:
-                    raise ConfigError(
-                        f'plan: sync = "{self._text}" with a gradient of layout {gradient.layout}',
-                        remedy="use sparse=False",
-                    )
-                places.append(place)
-                parts.append(part_of(gradient, piece))
-            values.append(
-                {"do": "push", "step": self._step, "optimizer": number, "groups": groups, "places": places}
-            )
-            tensors.append(parts)
-        self._ask_all(values, tensors, keeps=True)
-
-    def _pull(self, *, with_states: bool) -> list[Message]:
-        value = {"do": "pull", "version": self._version, "states": with_states}
-        return self._ask_all([value] * len(self._pieces), keeps=False)
-
-    def _ask_all(
-        self, values: Sequence[Mapping[str, Any]], tensors: Sequence[Sequence[torch.Tensor]] = (), *, keeps: bool
-    ) -> list[Message]:
-        clients = self._servers.clients
-        for number, client in enumerate(clients):
-            client.ask(shard.SERVICE, values[number], tensors[number] if tensors else (), keeps=keeps)
-        return wait_for(clients, self._here.timeout_seconds)
-
-    @torch.no_grad()
-    def _write(self, replies: Sequence[Message]) -> list[dict[str, Any]]:
-        """Give the model the parameters of `replies`, by server; return the states that came with them."""
-        states: list[dict[str, Any]] = [{} for _ in self._parameters]
-        for pieces, reply in zip(self._pieces, replies, strict=True):
-            rest = list(reply.tensors[len(pieces) :])
-            for piece, values in zip(pieces, reply.tensors, strict=False):
-                put_part(self._parameters[piece.parameter].parameter, piece, values)
-            for piece, written in zip(pieces, reply.values["states"], strict=False):
-                parameter = self._parameters[piece.parameter].parameter
-                join_state(states[piece.parameter], parameter, piece, written, rest)
-        return states
-
-    def _install(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let the servers begin with the parameters and states that the first rank has; called by all ranks."""
-        self._gather(INSTALL)
-        if self._here.rank == self._ranks[0]:
-            values, tensors = [], []
-            said = [{"class": kind, "groups": [write_group(group) for group in each.param_groups]}
-                    for kind, each in zip(self._kinds, optimizers, strict=True)]  # fmt: skip
-            for pieces in self._pieces:
-                parts = [part_of(self._parameters[piece.parameter].parameter, piece) for piece in pieces]
-                of, states = [], []
-                rest: list[torch.Tensor] = []
-                for piece in pieces:
-                    known = self._parameters[piece.parameter]
-                    state = optimizers[known.optimizer].state.get(known.parameter, {})
-                    of.append([known.optimizer, known.group])
-                    states.append(write_state(state, known.parameter.shape, piece, rest))
-                values.append({
-                    "do": "install", "version": self._version, "optimizers": said, "pieces": of, "states": states,
-                })  # fmt: skip
-                tensors.append([*parts, *rest])
-            self._ask_all(values, tensors, keeps=True)
-        self._gather(INSTALLED)
-        self._is_loaded = False
-        self._write(self._pull(with_states=False))
-        self._drop_states()
-
-    def _drop_states(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.state.clear()
-        self._is_filled = False
+    def _install_what_was_loaded(self) -> None:
+        if self._is_loaded:
+            self.remote.install()
+            self._is_loaded = False
 
 
 class _Loaded:
@@ -353,10 +193,3 @@ class _Loaded:
 
 def _nothing() -> Any:
     return lambda *_: None
-
-
-def _as_torch_keeps(name: str, value: Any, parameter: torch.Tensor) -> Any:
-    """Return a state where its optimizer would have it: on the parameter's device, but for a count of steps."""
-    if not isinstance(value, torch.Tensor) or name == "step":
-        return value
-    return value.to(parameter.device)

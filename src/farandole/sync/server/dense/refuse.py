@@ -20,7 +20,7 @@ _NOT_BY_RATE = ("Rprop",)
 
 
 @dataclass(frozen=True)
-class Placed:
+class TrainedParameter:
     """A parameter that trains."""
 
     parameter: torch.Tensor
@@ -28,7 +28,7 @@ class Placed:
     group: int
 
 
-def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Placed]:
+def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[TrainedParameter]:
     """Return the parameters of `model` that train, in its order. Raises `ConfigError` for one of 2 optimizers."""
     found: dict[int, tuple[int, int]] = {}
     for number, optimizer in enumerate(optimizers):
@@ -41,7 +41,7 @@ def parameters_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Pla
                         remedy="give each parameter to one optimizer",
                     )
                 found[id(parameter)] = number, group
-    placed = [Placed(p, *found[id(p)]) for p in model.parameters() if p.requires_grad and id(p) in found]
+    placed = [TrainedParameter(p, *found[id(p)]) for p in model.parameters() if p.requires_grad and id(p) in found]
     if not placed:
         raise ConfigError("no parameter of the model trains: there is nothing for a server to hold")
     return placed

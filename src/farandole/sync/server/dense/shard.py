@@ -10,9 +10,9 @@ from torch.optim import Optimizer
 
 from ....comm.gradients.grad_ownership import replace_grad
 from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
-from ..message import Message
+from ..message import ServerMessage
 from .hyperparameters import make_optimizer, read_group
-from .layout import Piece
+from .layout import ShardPiece
 from .states import Written, read_state, write_state
 
 SERVICE = "dense"
@@ -29,7 +29,7 @@ class DenseShard:
         """None: no piece here is of that one."""
         self._installed: dict[str, Any] = {}
         """Values of the last ``install``."""
-        self._pushes: dict[tuple[int, int], Message] = {}
+        self._pushes: dict[tuple[int, int], ServerMessage] = {}
         """By rank and step: what no entry has used yet."""
         self._entries: list[Mapping[str, Any]] = []
         """Those that are not applied yet."""
@@ -40,7 +40,7 @@ class DenseShard:
         self._gone: set[int] = set()
         self._failed: FarandoleError | None = None
 
-    def handle(self, client: int, request: Message) -> Message | None:
+    def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         """``install``, ``push``, ``apply`` and ``pull``."""
         values = request.values
         if values["do"] == "pull":
@@ -58,11 +58,11 @@ class DenseShard:
         else:
             raise ConfigError(f"a shard cannot {values['do']!r}")
         self._apply_what_is_there()
-        return Message({})
+        return ServerMessage({})
 
-    def due(self) -> Sequence[tuple[int, Message | FarandoleError]]:
+    def due(self) -> Sequence[tuple[int, ServerMessage | FarandoleError]]:
         """Return the parameters to ranks that wait for a version which is there now."""
-        replies: list[tuple[int, Message | FarandoleError]] = []
+        replies: list[tuple[int, ServerMessage | FarandoleError]] = []
         for rank, (version, with_states) in list(self._reads.items()):
             if self._failed is None and not (self._installed and self._version >= version):
                 continue
@@ -75,7 +75,7 @@ class DenseShard:
         self._gone.add(client)
         self._check_lost()
 
-    def state(self) -> Message:
+    def state(self) -> ServerMessage:
         """Return all of it."""
         tensors: list[torch.Tensor] = []
         states = self._write_states(tensors)
@@ -88,9 +88,9 @@ class DenseShard:
             "gone": sorted(self._gone), "pushes": pushes, "states": states, "state_tensors": len(tensors),
         }  # fmt: skip
         pushed = [each for push in self._pushes.values() for each in push.tensors]
-        return Message(values, [*parameters, *tensors, *pushed])
+        return ServerMessage(values, [*parameters, *tensors, *pushed])
 
-    def load(self, state: Message) -> None:
+    def load(self, state: ServerMessage) -> None:
         """Go on from `state`."""
         values, tensors = state.values, list(state.tensors)
         self._gone, self._entries = set(values["gone"]), list(values["entries"])
@@ -102,7 +102,7 @@ class DenseShard:
             tensors = tensors[count + values["state_tensors"] :]
         self._version, self._entries = values["version"], list(values["entries"])
         for rank, step, said, count in values["pushes"]:
-            self._pushes[rank, step] = Message(said, tensors[:count])
+            self._pushes[rank, step] = ServerMessage(said, tensors[:count])
             tensors = tensors[count:]
 
     # -- parts -----------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class DenseShard:
                         remedy="go on from the last checkpoint, and set fewer snapshot_seconds",
                     )
 
-    def _step(self, pushes: list[Message], weights: list[float], rate: float) -> None:
+    def _step(self, pushes: list[ServerMessage], weights: list[float], rate: float) -> None:
         """Make the step of one entry: the weighed sum in the order of ranks, and one step of the optimizer."""
         first = pushes[0].values
         for push in pushes[1:]:
@@ -187,18 +187,18 @@ class DenseShard:
         optimizer.step()
         optimizer.zero_grad()
 
-    def _read(self, with_states: bool) -> Message:
+    def _read(self, with_states: bool) -> ServerMessage:
         parameters = [each.detach().clone() for each in self._parameters]
         tensors: list[torch.Tensor] = []
         states = self._write_states(tensors) if with_states else []
-        return Message({"version": self._version, "states": states}, [*parameters, *tensors])
+        return ServerMessage({"version": self._version, "states": states}, [*parameters, *tensors])
 
     def _write_states(self, tensors: list[torch.Tensor]) -> list[Written]:
         found = []
         for parameter, (of, _) in zip(self._parameters, self._installed.get("pieces", []), strict=True):
             optimizer = self._optimizers[of]
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
-            found.append(write_state(state, parameter.shape, Piece(0, 0, parameter.numel()), tensors))
+            found.append(write_state(state, parameter.shape, ShardPiece(0, 0, parameter.numel()), tensors))
         return found
 
 

@@ -8,13 +8,15 @@ from typing import Any
 import torch
 
 from ....core.vocabulary.errors import ConfigError
-from .layout import Piece, part_of, put_part
+from .layout import ShardPiece, part_of, put_part
 
 Written = dict[str, list[Any]]
 """JSON, by name of a state: ["cut", place of the tensor], ["tensor", place] or ["number", value]."""
 
 
-def write_state(state: Mapping[str, Any], shape: torch.Size, piece: Piece, tensors: list[torch.Tensor]) -> Written:
+def write_state(
+    state: Mapping[str, Any], shape: torch.Size, piece: ShardPiece, tensors: list[torch.Tensor]
+) -> Written:
     """Return the part of a parameter's state that belongs to `piece`; its tensors are added to `tensors`.
 
     Raises `ConfigError` for a state of another shape.
@@ -47,7 +49,11 @@ def read_state(written: Written, tensors: list[torch.Tensor]) -> dict[str, Any]:
 
 
 def join_state(
-    state: dict[str, Any], parameter: torch.Tensor, piece: Piece, written: Written, tensors: list[torch.Tensor]
+    state: dict[str, Any],
+    parameter: torch.Tensor,
+    piece: ShardPiece,
+    written: Written,
+    tensors: list[torch.Tensor],
 ) -> None:
     """Put what a server has of a piece into the `state` of the whole parameter."""
     for name, (kind, value) in written.items():
