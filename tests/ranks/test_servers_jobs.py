@@ -15,7 +15,7 @@ from tests.ranks.started import started
 from tests.warm import run
 
 SCRIPT = """
-import sys, time, torch, farandole as fd
+import os, signal, sys, time, torch, farandole as fd
 from torch import nn
 from farandole.parallel.apply import policy_of
 sync, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -23,7 +23,7 @@ here = fd.init()
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-fd.distribute(model, optimizer, fd.Plan(sync=sync))
+fd.distribute(model, optimizer, fd.Plan(sync=sync) if sync != "launched" else None)
 servers = policy_of(model).remote.servers
 print("servers", *[each.pid for each in servers.started], flush=True)
 for step in range(1, steps + 1):
@@ -34,6 +34,8 @@ for step in range(1, steps + 1):
     time.sleep(pause)
     if step == 5:
         print("five", flush=True)
+        if here.rank == int(sys.argv[4]):
+            os.kill(os.getpid(), signal.SIGKILL)
 fd.drain(model)
 print("end", float(sum(each.double().sum() for each in model.parameters())), flush=True)
 print("done", flush=True)
@@ -64,7 +66,9 @@ def test_a_rank_that_is_killed_costs_no_step_of_the_others(sync: str, tmp_path: 
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     port = free_port()
-    with started(tmp_path, [str(script), sync, "40", "0.05"], [_place(i, 3, port) for i in range(3)]) as ranks:
+    with started(
+        tmp_path, [str(script), sync, "40", "0.05", "-1"], [_place(i, 3, port) for i in range(3)]
+    ) as ranks:
         ranks[1].wait_for("five")
         os.kill(ranks[1].process.pid, signal.SIGKILL)
         for each in (ranks[0], ranks[2]):
@@ -82,7 +86,7 @@ def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     port = free_port()
-    with started(tmp_path, [str(script), "async,servers=2".replace(",", ":"), "9999", "0.01"],
+    with started(tmp_path, [str(script), "async,servers=2".replace(",", ":"), "9999", "0.01", "-1"],
                  [_place(i, 2, port) for i in range(2)]) as ranks:  # fmt: skip
         for each in ranks:
             each.wait_for("five")
@@ -99,7 +103,9 @@ def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
 def test_a_job_of_the_launcher_ends_with_its_servers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    done = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(script), "server:staleness=1", "20", "0")
+    done = run(
+        tmp_path, "run", "-np", "2", "--", sys.executable, str(script), "server:staleness=1", "20", "0", "-1"
+    )
     assert done.returncode == 0, done.stderr
     servers = [
         int(word)
@@ -110,3 +116,24 @@ def test_a_job_of_the_launcher_ends_with_its_servers(tmp_path: Path) -> None:
     assert len(servers) == 1
     assert not alive(servers[0])
     assert "pushes by their staleness" in done.stderr
+
+
+@pytest.mark.full
+@patient
+def test_the_launcher_lets_the_others_go_on_without_a_rank_that_is_killed_unless_it_is_rank_0(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    for killed in (2, 0):
+        done = run(
+            tmp_path, "run", "-np", "3", "--set", "sync=server:staleness=2", "--", sys.executable, str(script),
+            "launched", "30", "0.02", str(killed),
+        )  # fmt: skip
+        if killed:
+            assert done.returncode == 0, done.stderr
+            assert "rank 2 was killed by SIGKILL: the others go on without it" in done.stderr
+            assert done.stdout.count("done") == 2
+        else:
+            assert done.returncode == 137, done.stderr
+            assert "rank 0" in done.stderr

@@ -88,6 +88,8 @@ class JobSpec:
     frozen_seconds: float = FROZEN_SECONDS
     """How long a rank may be stopped by a signal; 0: for ever."""
     verify_deep: bool = False
+    outlives_ranks: bool = False
+    """Whether the others go on when a rank is killed: servers hold what they train."""
 
 
 def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str] | None = None) -> dict[str, str]:

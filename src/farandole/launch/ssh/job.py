@@ -36,7 +36,7 @@ class RemoteJob(FixedJob):
         self, links: Sequence[HostLink], work: RemoteJobSpec, output: Output,
         status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
-        super().__init__(output, status)
+        super().__init__(output, status, outlives_ranks=work.job.outlives_ranks)
         self.links, self.work = links, work
         self._listeners: dict[str, HostListener] = {}
         self._known_crashes: list[Crash] = []
@@ -136,7 +136,7 @@ class RemoteJob(FixedJob):
     def _has_failed(self, now: float) -> bool:
         if self._losses or any(not crash.consequence for crash in self._known_crashes):
             return True
-        suspects = find_suspects(self._exits, self._known_crashes)
+        suspects = find_suspects(self._judged(), self._known_crashes)
         late = any(link.is_open and link.silent_seconds(now) > SUSPECT_SECONDS for link in self.links)
         return bool(suspects) and not (suspects[0].is_consequence and late)
 
@@ -161,4 +161,4 @@ class RemoteJob(FixedJob):
                 self._hang_up(link, "gone")
 
     def _find_failure(self, stop_seconds: float) -> Failure | None:
-        return find_cause(self._exits, self._known_crashes, self._losses, self.links, stop_seconds)
+        return find_cause(self._judged(), self._known_crashes, self._losses, self.links, stop_seconds)

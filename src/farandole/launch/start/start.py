@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.environ.env import inherited_environment, read_frozen_seconds, read_typed_command
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, PLAN
+from ...core.vocabulary.sync_spec import SyncSpec
 from ..job.contract import FROZEN_SECONDS, JobSpec
 from ..job.ports import ReservedPort
 from ..job.run_directory import make_run_directory, write_run
@@ -118,6 +119,7 @@ def make_job(placed: PlacedJob, directory: Path, port: int) -> JobSpec:
         threads=placed.threads,
         verify_steps=request.verify.steps,
         verify_deep=request.verify.deep,
+        outlives_ranks=request.plan is not None and SyncSpec.parse(request.plan.sync).is_server,
         frozen_seconds=read_frozen_seconds(FROZEN_SECONDS),
         environment=request.environment,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Sequence
 
@@ -20,9 +21,15 @@ UNEXPLAINED_SECONDS = 1.0
 class FixedJob(JobLoop):
     """Decides when the ranks are stopped. Subclasses start them, and know how they ended."""
 
-    def __init__(self, output: Output, status: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(
+        self, output: Output, status: Callable[[], str | None] = lambda: None, *, outlives_ranks: bool = False
+    ) -> None:
+        """`outlives_ranks`: whether the others go on when a rank is killed by a signal, unless it is rank 0."""
         super().__init__(output, status)
+        self._outlives_ranks = outlives_ranks
         self._exits: list[Exit] = []
+        self._missed: set[int] = set()
+        """Ranks that were killed, and without which the others go on."""
         self._failed_at: float | None = None
 
     # -- what subclasses do ----------------------------------------------------------------------
@@ -35,7 +42,17 @@ class FixedJob(JobLoop):
         """Have the ranks' stacks taken, where that is possible: the job hangs."""
 
     def _has_failed(self, now: float) -> bool:
-        return any(ended.failed for ended in self._exits)
+        return any(ended.failed for ended in self._judged())
+
+    def _judged(self) -> list[Exit]:
+        """Return the ends of ranks but those that the job goes on without."""
+        if self._outlives_ranks and self._failed_at is None and not self._stopping:
+            for ended in self._exits:
+                if ended.failed and ended.code < 0 and ended.rank > 0 and ended.rank not in self._missed:
+                    self._missed.add(ended.rank)
+                    name = signal.Signals(-ended.code).name
+                    self.say(f"rank {ended.rank} was killed by {name}: the others go on without it")
+        return [ended for ended in self._exits if ended.rank not in self._missed]
 
     def _find_failure(self, stop_seconds: float) -> Failure | None:
         """Return the first cause of a failure; None when nothing failed."""

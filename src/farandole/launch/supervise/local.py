@@ -38,7 +38,7 @@ class Supervisor(FixedJob):
         self, command: Sequence[str], places: Sequence[RankSpec], job: JobSpec, output: Output,
         environment: Mapping[str, str], *, status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
-        super().__init__(output, status)
+        super().__init__(output, status, outlives_ranks=job.outlives_ranks)
         self.ranks = HostRanks(command, places, job, output, environment)
         self._exits = self.ranks.exits
         self._directory = job.run_directory

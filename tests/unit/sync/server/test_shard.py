@@ -130,7 +130,7 @@ def test_generated_programs_train_as_torchs_optimizer(
         for entry in entries:
             if entry["rate"]:
                 for place, each in enumerate(alone):
-                    each.grad = sum(weight * pushes[of, step][place] for of, step, weight in entry["of"])  # type: ignore[assignment]
+                    each.grad = sum(weight * pushes[of, step][place] for of, step, weight in entry["of"])
                 reference.param_groups[0]["lr"] = lr * entry["rate"]
                 reference.step()
     states = program.read()
