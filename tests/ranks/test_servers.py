@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import struct
 import time
 from collections.abc import Callable
@@ -14,10 +15,11 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError
+from farandole.core.vocabulary.errors import ConfigError, Mismatch, PeerLost, PlanError
 from farandole.parallel.apply import policy_of
 from farandole.sync.server.dense.policy import ServerSync
 from tests.ranks.pool import ranks, takes
@@ -252,3 +254,43 @@ def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
         optimizer.step(lambda: 1.0)
     with fd.averaged(model), pytest.raises(ConfigError, match=r"inside fd\.averaged"):
         optimizer.step()
+
+
+@ranks(2)
+def test_uneven_batches_of_a_loader_with_workers_and_two_optimizers_train_as_one_process() -> None:
+    fd.init()
+    x, y = (each.double() for each in data(32))
+    ends = []
+    for shared in (True, False):
+        model = mlp().double()
+        optimizers = [torch.optim.AdamW(model[:2].parameters(), 0.01), OPTIMIZERS["sgd"](model[2:].parameters())]
+        loader: Any = DataLoader(TensorDataset(x, y), batch_size=6, num_workers=1)
+        if shared:
+            fd.distribute(model, optimizers, fd.Plan(sync="server:servers=2"))
+            loader = fd.shard(loader, split=True)
+        for _ in range(2):
+            for xs, ys in loader:  # the last has two samples
+                nn.functional.mse_loss(model(xs), ys).backward()
+                for each in optimizers:
+                    each.step()
+                for each in optimizers:
+                    each.zero_grad()
+        ends.append(model)
+    assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_a_server_that_cannot_be_restored_is_an_error_on_all_ranks() -> None:
+    world = fd.init()
+    model, optimizer = distributed("server:staleness=1", "plain")
+    train(model, optimizer, batches(1))
+    fd.drain(model)
+    all_gather_json(world, "all are here", 0)
+    if world.rank == 0:
+        shutil.rmtree(policy(model).remote.servers.clients[0].place.directory)
+        process = policy(model).remote.servers.started[0]
+        process.kill()
+        process.wait()
+    all_gather_json(world, "it is gone", 0)
+    with pytest.raises(PeerLost, match=r"server 0 on .*: it is gone and cannot be restored"):
+        train(model, optimizer, batches(1))

@@ -86,7 +86,7 @@ def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     port = free_port()
-    with started(tmp_path, [str(script), "async,servers=2".replace(",", ":"), "9999", "0.01", "-1"],
+    with started(tmp_path, [str(script), "async:servers=2", "9999", "0.01", "-1"],
                  [_place(i, 2, port) for i in range(2)]) as ranks:  # fmt: skip
         for each in ranks:
             each.wait_for("five")

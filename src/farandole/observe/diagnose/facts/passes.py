@@ -51,7 +51,7 @@ def less_often(table: StepTable, seconds: float) -> Fix:
     """
     gain = Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time")
     sync = sync_of(table)
-    if not sync.is_every_step and not sync.is_server:
+    if not sync.is_every_step:
         rarer = {"sync": replace(sync, steps=2 * sync.steps).to_text()}
         what = f"meet after {2 * sync.steps} steps of each rank, not {sync.steps} (ranks drift further apart)"
         return Fix(what, command_with(table.records, rarer), gain, rarer)

@@ -120,6 +120,9 @@ def _exposed(
                 title = (
                     f"buckets of {usual_size} are too {why} to hide the exchange: {format_cost(seconds, share)}"
                 )
+    elif sync_of(table).is_server:
+        title = f"the ranks wait for their servers and for each other: {format_cost(seconds, share)}"
+        evidence.append(f'plan: sync = "{sync_of(table).to_text()}"')
     elif not sync_of(table).is_every_step:
         title = f"the ranks wait for their meetings: {format_cost(seconds, share)}"
         evidence.append(
@@ -128,7 +131,8 @@ def _exposed(
         fixes += _smaller_meetings(table, seconds)
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    fixes.append(less_often(table, seconds))
+    if not sync_of(table).is_server:
+        fixes.append(less_often(table, seconds))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.changes)

@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 
 from ....comm.gradients.grad_ownership import GradsAside
 from ....comm.world.world import World
-from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.errors import ConfigError, PeerLost
 from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
 from .clock_service import DRAIN
@@ -158,7 +159,18 @@ class ServerSync:
             self._is_loaded = True
 
     def gather_states(self) -> None:
-        """Let the optimizers have the servers' states until the next step; to be called by all ranks."""
+        """Let the optimizers have the servers' states until the next step; to be called by all ranks.
+
+        Raises `PeerLost` where a rank is gone: a checkpoint needs all of them.
+        """
+        gone = sorted(set(range(self._here.size)) - set(self.remote.ranks))
+        if gone:
+            raise PeerLost(
+                f"{name_ranks(gone)} ended before, and a checkpoint is written and read by all ranks",
+                rank=self._here.job_rank,
+                operation="checkpoint",
+                remedy="call farandole.drain(model), and save model.state_dict() with torch.save on one rank",
+            )
         self.remote.take_states()
 
     def state_dict(self) -> dict[str, Any]:

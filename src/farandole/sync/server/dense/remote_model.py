@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
+from ....core.vocabulary.events import Exchange
 from ....core.vocabulary.sync_spec import SyncSpec
 from ..client import wait_for
 from ..message import ServerMessage
@@ -63,7 +65,8 @@ class RemoteModel:
         See [Note: a step at a server] in `policy`.
         """
         number = next(i for i, each in enumerate(self._seen_optimizers) if each() is optimizer)
-        self._push(number, optimizer)
+        begin = time.monotonic()
+        sent_bytes = self._push(number, optimizer)
         first = self.servers.clients[0]
         done = {"do": "finish", "step": self._step, "share": share, "read": self._version, "seen": self._version}
         first.ask(clock_service.SERVICE, done, keeps=True)
@@ -71,6 +74,7 @@ class RemoteModel:
         self._step += 1
         self._follow(self._clocks({"do": "wait"}))
         self.take()
+        self._here.session.recorder.record(Exchange((begin,), begin, time.monotonic(), sent_bytes))
         if self._is_filled:
             self._drop_states()
 
@@ -130,7 +134,8 @@ class RemoteModel:
             self._ask_all([value] * len(self._pieces), keeps=True)
             self._version += len(entries)
 
-    def _push(self, number: int, optimizer: Optimizer) -> None:
+    def _push(self, number: int, optimizer: Optimizer) -> int:
+        """Return how many bytes of gradients were sent."""
         groups = [write_group(group) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -161,6 +166,7 @@ class RemoteModel:
             )
             tensors.append(parts)
         self._ask_all(values, tensors, keeps=True)
+        return sum(each.nbytes for parts in tensors for each in parts)
 
     def _pull(self, *, with_states: bool) -> list[ServerMessage]:
         value = {"do": "pull", "version": self._version, "states": with_states}
