@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import struct
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -137,6 +139,51 @@ def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("sync", ["server:staleness=2,servers=2", "async:servers=2", "server:servers=2"])
+@takes(90)
+@ranks(2)
+def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice(sync: str) -> None:
+    world = fd.init()
+    model = nn.Linear(64, 64).double()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.zero_()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    fd.distribute(model, optimizer, fd.Plan(sync=f"{sync},snapshot_seconds=0.3"))
+    servers, choose = policy(model).remote.servers, random.Random(world.rank)
+    stop = threading.Event()
+
+    def kill_now_and_then() -> None:
+        while not stop.wait(choose.uniform(0.5, 1.5)):
+            running = [*servers.started, *(each for client in servers.clients for each in client.restored)]
+            for process in running[-1:]:
+                process.kill()
+                process.wait()
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        steps, until = 0, time.monotonic() + 12
+        while sum(all_gather_json(world, "time", time.monotonic() < until)) == world.size:
+            for _ in range(10):
+                steps += 1
+                sum((each * float(steps + 1000 * world.rank)).sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+                optimizer.step()
+                optimizer.zero_grad()
+        fd.drain(model)
+    finally:
+        stop.set()
+        killer.join()
+    whole = -0.5 * sum(step + 1000 * rank for step in range(1, steps + 1) for rank in range(2)) / 2
+    for each in model.parameters():
+        assert each.detach().unique().tolist() == [whole]
+    restored = sum(all_gather_json(world, "restored", sum(len(each.restored) for each in servers.clients)))
+    assert restored >= 4, restored
+    if world.rank == 0:
+        print(sync, steps, restored)
+
+
+@pytest.mark.full
 @ranks(2)
 def test_a_server_that_is_killed_changes_no_bit() -> None:
     world = fd.init()
@@ -212,13 +259,18 @@ def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_ar
 
 
 @ranks(2)
-def test_other_learning_rates_and_other_numbers_of_steps_are_errors_on_all_ranks() -> None:
+def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
     world = fd.init()
     model, optimizer = distributed("server:staleness=0", "plain")
     train(model, optimizer, batches(1))
     optimizer.param_groups[0]["lr"] = 0.1 + world.rank
     with pytest.raises(Mismatch, match=r"with \[0.1\] and optimizer 0 with \[1.1\]"):
         train(model, optimizer, batches(1))
+
+
+@ranks(2)
+def test_other_numbers_of_steps_are_an_error_on_all_ranks() -> None:
+    world = fd.init()
     model, optimizer = distributed("server:staleness=0", "plain")
     goes_on = partial(train, model, optimizer, batches(1)) if world.rank == 1 else partial(fd.drain, model)
     with pytest.raises(Mismatch, match=r"'fd\.drain' on rank 0, 'makes a step' on rank 1"):

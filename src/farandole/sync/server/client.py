@@ -88,11 +88,14 @@ class ServerClient:
             tensors: in CPU memory; with `keeps` they must never change.
             keeps: whether it changes something, and is applied once whatever is lost.
         """
-        assert self._asked is None, "the last reply was not waited for"
         if keeps and self._kept_bytes > self._most_kept_bytes:
-            self._ask(CONTROL, {"do": "snapshot"}, (), keeps=False)
-            wait_for([self])
+            self.save()
         self._ask(service, values, tensors, keeps=keeps)
+
+    def save(self) -> None:
+        """Have the server write a snapshot, and wait until it is on the disk."""
+        self._ask(CONTROL, {"do": "snapshot"}, (), keeps=False)
+        wait_for([self])
 
     def leave(self) -> bool:
         """Say that this client has ended, and wait for the server's end if it was the last; return whether it was.

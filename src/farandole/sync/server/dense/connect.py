@@ -25,7 +25,7 @@ from . import clock_service, shard
 GRACE_SECONDS: Final = 3.0
 """For a rank that has lost its connection to come back: a dead one holds up the others so long."""
 _START_SECONDS = 120.0
-_KEPT_COPIES, _LEAST_KEPT_BYTES = 4, 256 << 20
+_KEPT_COPIES, _LEAST_KEPT_BYTES = 8, 256 << 20
 """What a rank keeps of pushes that are in no snapshot: so many times what it sends to a server in a step."""
 _MARGIN_BYTES = 16 << 20
 _COPIES = 16

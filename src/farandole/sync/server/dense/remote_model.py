@@ -109,6 +109,8 @@ class RemoteModel:
         self.gather(clock_service.INSTALL)
         if self._here.rank == self.ranks[0]:
             self._send_all(self.optimizers())
+            for each in self.servers.clients:  # so that no push comes before it, where it is sent again
+                each.save()
         self.gather(clock_service.INSTALLED)
         self.take()
         self._drop_states()

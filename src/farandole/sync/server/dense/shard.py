@@ -31,8 +31,8 @@ class DenseShard:
         """Values of the last ``install``."""
         self._pushes: dict[tuple[int, int], ServerMessage] = {}
         """By rank and step: what no entry has used yet."""
-        self._entries: list[Mapping[str, Any]] = []
-        """Those that are not applied yet."""
+        self._entries: dict[int, Mapping[str, Any]] = {}
+        """Those that are not applied yet, by how many come before them all in all."""
         self._version = 0
         """Entries that are applied."""
         self._reads: dict[int, tuple[int, bool]] = {}
@@ -49,10 +49,9 @@ class DenseShard:
         if values["do"] == "push":
             self._pushes[client, values["step"]] = request
         elif values["do"] == "apply":
-            skipped = self._version + len(self._entries) - values["first"]
-            if skipped < 0:
-                raise ConfigError(f"entries from {values['first']} on came before those from {-skipped} earlier")
-            self._entries += values["entries"][skipped:]
+            for number, entry in enumerate(values["entries"], start=values["first"]):
+                if number >= self._version:
+                    self._entries[number] = entry
         elif values["do"] == "install":
             self._install(values, list(request.tensors))
         else:
@@ -84,7 +83,8 @@ class DenseShard:
         for (rank, step), push in self._pushes.items():
             pushes.append([rank, step, dict(push.values), len(push.tensors)])
         values = {
-            "installed": self._installed, "version": self._version, "entries": self._entries,
+            "installed": self._installed, "version": self._version,
+            "entries": sorted(self._entries.items()),
             "gone": sorted(self._gone), "pushes": pushes, "states": states, "state_tensors": len(tensors),
         }  # fmt: skip
         pushed = [each for push in self._pushes.values() for each in push.tensors]
@@ -93,14 +93,14 @@ class DenseShard:
     def load(self, state: ServerMessage) -> None:
         """Go on from `state`."""
         values, tensors = state.values, list(state.tensors)
-        self._gone, self._entries = set(values["gone"]), list(values["entries"])
+        self._gone = set(values["gone"])
         if values["installed"]:
             count = len(values["installed"]["pieces"])
             own = {**values["installed"], "states": values["states"]}
             self._install(own, tensors[: count + values["state_tensors"]])
             self._installed = dict(values["installed"])
             tensors = tensors[count + values["state_tensors"] :]
-        self._version, self._entries = values["version"], list(values["entries"])
+        self._version, self._entries = values["version"], dict(values["entries"])
         for rank, step, said, count in values["pushes"]:
             self._pushes[rank, step] = ServerMessage(said, tensors[:count])
             tensors = tensors[count:]
@@ -125,15 +125,16 @@ class DenseShard:
             if made is not None and written:
                 made.state[parameter] = read_state(written, rest)
         self._installed = {**values, "states": []}
-        self._version, self._entries, self._failed = values["version"], [], None
-        self._pushes.clear()
+        self._version, self._failed = values["version"], None
+        self._entries = {number: each for number, each in self._entries.items() if number >= self._version}
+        self._pushes.clear()  # all of them are of steps before: ranks wait while one installs
 
     def _apply_what_is_there(self) -> None:
-        while self._installed and self._entries and self._failed is None:
-            of = self._entries[0]["of"]
+        while self._installed and self._version in self._entries and self._failed is None:
+            of = self._entries[self._version]["of"]
             if any((rank, step) not in self._pushes for rank, step, _ in of):
                 break
-            entry = self._entries.pop(0)
+            entry = self._entries.pop(self._version)
             pushes = [self._pushes.pop((rank, step)) for rank, step, _ in of]
             self._version += 1
             try:
@@ -144,7 +145,7 @@ class DenseShard:
 
     def _check_lost(self) -> None:
         """See whether an entry waits for a push that will never come."""
-        for entry in self._entries:
+        for entry in self._entries.values():
             for rank, step, _ in entry["of"]:
                 if rank in self._gone and (rank, step) not in self._pushes:
                     self._failed = CommError(

@@ -1,0 +1,30 @@
+"""A job that goes on when a rank is killed: which ends of ranks stop it."""
+
+from __future__ import annotations
+
+import pytest
+
+from farandole.launch.supervise.failure import Exit
+from farandole.launch.supervise.fixed_job import FixedJob
+
+
+class Job(FixedJob):
+    """One whose ranks have ended as is said."""
+
+    def __init__(self, ends: list[Exit], *, outlives_ranks: bool) -> None:
+        super().__init__(None, outlives_ranks=outlives_ranks)  # type: ignore[arg-type]
+        self._exits, self.said = ends, list[str]()
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+@pytest.mark.parametrize(
+    ("rank", "code", "outlives", "stops"),
+    [(1, -9, True, False), (0, -9, True, True), (1, 1, True, True), (1, -9, False, True), (1, 0, True, False)],
+)
+def test_which_ends_of_ranks_stop_a_job_with_servers(rank: int, code: int, outlives: bool, stops: bool) -> None:
+    job = Job([Exit(rank, code, 1.0)], outlives_ranks=outlives)
+    assert job._has_failed(2.0) is stops
+    assert job._has_failed(3.0) is stops
+    assert len(job.said) == (outlives and code < 0 and rank > 0)
