@@ -140,8 +140,8 @@ def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str
 
 @pytest.mark.full
 @pytest.mark.parametrize("sync", ["server:staleness=2,servers=2", "async:servers=2", "server:servers=2"])
-@takes(90)
 @ranks(2)
+@takes(60)
 def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice(sync: str) -> None:
     world = fd.init()
     model = nn.Linear(64, 64).double()
@@ -154,7 +154,8 @@ def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice
     stop = threading.Event()
 
     def kill_now_and_then() -> None:
-        while not stop.wait(choose.uniform(0.5, 1.5)):
+        until = time.monotonic() + 9
+        while not stop.wait(choose.uniform(1.5, 3)) and time.monotonic() < until:
             running = [*servers.started, *(each for client in servers.clients for each in client.restored)]
             for process in running[-1:]:
                 process.kill()
@@ -163,9 +164,9 @@ def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()
     try:
-        steps, until = 0, time.monotonic() + 12
+        steps, until = 0, time.monotonic() + 10
         while sum(all_gather_json(world, "time", time.monotonic() < until)) == world.size:
-            for _ in range(10):
+            for _ in range(5):
                 steps += 1
                 sum((each * float(steps + 1000 * world.rank)).sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
                 optimizer.step()
@@ -178,9 +179,8 @@ def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice
     for each in model.parameters():
         assert each.detach().unique().tolist() == [whole]
     restored = sum(all_gather_json(world, "restored", sum(len(each.restored) for each in servers.clients)))
-    assert restored >= 4, restored
-    if world.rank == 0:
-        print(sync, steps, restored)
+    assert restored >= 2, restored
+    assert steps >= 10
 
 
 @pytest.mark.full
@@ -211,8 +211,8 @@ def test_a_server_that_is_killed_changes_no_bit() -> None:
 
 
 @pytest.mark.full
-@takes(60)
 @ranks(2)
+@takes(60)
 def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:
     world = fd.init()
     plans = ["server:staleness=0,servers=2", "every_step", "server:staleness=0", "server:staleness=2"]

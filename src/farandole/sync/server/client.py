@@ -30,6 +30,7 @@ RESTORE_SECONDS = 60.0
 """For a server that is gone to be there again."""
 _LOOK_SECONDS = 0.1
 _CALL_SECONDS = 5.0
+_LEAVE_SECONDS = 20.0
 
 
 class ServerClient:
@@ -100,22 +101,20 @@ class ServerClient:
     def leave(self) -> bool:
         """Say that this client has ended, and wait for the server's end if it was the last; return whether it was.
 
-        A server that is gone is left alone.
+        It raises nothing.
         """
         if self._channel is None:
             return False
-        self._asked, self._restores, last = None, False, False
+        self._asked, last = None, False
         try:
             self._ask(CONTROL, {"do": "leave"}, (), keeps=False)
+            # A server that is gone is restored to hear it: it knows of the others, and clears its directory.
+            last = bool(wait_for([self], _LEAVE_SECONDS)[0].values["last"])
             until = time.monotonic() + _CALL_SECONDS
-            while self._reply is None and time.monotonic() < until and self._channel is not None:
-                select.select([self._channel.socket], [], [], _LOOK_SECONDS)
-                self._move(reconnects=False)
-            last = self._reply is not None and bool(self._reply.values["last"])
             while last and time.monotonic() < until:
                 select.select([self.connection.socket], [], [], _LOOK_SECONDS)
                 self.connection.receive()  # raises at its end
-        except (OSError, CommError):
+        except (OSError, FrameError, CommError):
             pass
         self.close()
         return last
