@@ -6,6 +6,7 @@ back. So no server outlives its ranks, however these end, and it outlives each o
 
 from __future__ import annotations
 
+import os
 import secrets
 import selectors
 import socket
@@ -47,6 +48,8 @@ class Limits:
     """For clients to call at all."""
     most_bytes: int
     """Tensors of a request."""
+    starter: int = 0
+    """The process that must live until a client has called; 0: none must."""
 
 
 class ServerLoop:
@@ -67,6 +70,8 @@ class ServerLoop:
         now = time.monotonic()
         self._missing = dict.fromkeys(host.expected, now + limits.start_seconds)
         """Clients without a connection, and until when they may come back."""
+        self._was_called = False
+        """Whether a client has called."""
         self._saved_changes, self._saved_at = host.changes, now
         self._wants_snapshot: list[tuple[int, int, int]] = []
         """Who asked for a snapshot: client, number of the request, changes that it must have."""
@@ -150,6 +155,7 @@ class ServerLoop:
             return
         if client in self._channels:  # its old connection is lost, and we have not seen it yet
             self._drop(client)
+        self._was_called = True
         self._channels[client] = channel
         self._missing.pop(client, None)
         self._selector.register(channel.socket, selectors.EVENT_READ, client)
@@ -217,6 +223,8 @@ class ServerLoop:
     def _tick(self, now: float) -> None:
         for stranger in [each for each in self._strangers.values() if each.until_seconds < now]:
             self._hang_up(stranger)
+        if self._limits.starter and not self._was_called and os.getppid() != self._limits.starter:
+            self._host.expected.clear()  # the ranks end before they have begun
         for client in [client for client, until in self._missing.items() if until < now]:
             del self._missing[client]
             self._send(self._host.leave(client))

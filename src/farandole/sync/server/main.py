@@ -51,7 +51,7 @@ def main() -> int:
         sys.stdout.write(json.dumps({"port": listener.getsockname()[1], "process": os.getpid()}) + "\n")
         sys.stdout.flush()
         _let_go_of_output()
-        limits = Limits(**config["limits"])
+        limits = Limits(**{**config["limits"], "starter": 0 if config["restores"] else config["starter"]})
         if config["restores"]:
             limits = replace(limits, start_seconds=max(limits.grace_seconds, RESTORED_SECONDS))
         ServerLoop(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> t
         )  # fmt: skip
     assert process.stdin is not None, "a pipe"
     assert process.stdout is not None, "a pipe"
-    config = {**place.to_json(), "key": key.hex(), "restores": restores}
+    config = {**place.to_json(), "key": key.hex(), "restores": restores, "starter": os.getpid()}
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(config) + "\n")
     with process.stdout:

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import farandole
 from farandole.core.vocabulary.errors import ConfigError, PeerLost
 from farandole.sync.server.client import ServerClient, wait_for
 from farandole.sync.server.loop import Limits
@@ -140,3 +143,28 @@ def test_strangers_get_nowhere(running: Running) -> None:
     assert read(first)[0] == [[0, 1]]
     os.kill(running.processes[0].pid, signal.SIGTERM)  # as a job's end sends it to all: its ranks decide
     assert read(first)[0] == [[0, 1]]
+
+
+ORPHAN = """
+import os, sys
+sys.path.insert(0, sys.argv[2])
+from farandole.sync.server.loop import Limits
+from farandole.sync.server.start import ServerPlace, start_server
+place = ServerPlace(0, "here", "127.0.0.1", sys.argv[1], [0], {}, Limits(0.0, 0.5, 60.0, 1 << 20))
+print(start_server(place, b"key")[1].pid, flush=True)
+os._exit(1)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_server_ends_whose_starter_ends_before_any_rank_has_called(tmp_path: Path) -> None:
+    directory = make_directory(str(tmp_path))
+    source = str(Path(farandole.__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ORPHAN, directory, source], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout, done.stderr
+    until = time.monotonic() + 20
+    while Path(f"/proc/{int(done.stdout)}").exists() and Path(directory).exists():
+        assert time.monotonic() < until
+        time.sleep(0.05)

@@ -114,7 +114,7 @@ class ServerSync:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Let the model have the servers' parameters as they are now; afterwards its own again, to the bit."""
-        if self._is_averaged:
+        if self._is_averaged or self._is_loaded:  # the servers will have what was loaded
             yield
             return
         own = [each.detach().clone() for each in self.remote.parameters]
