@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 90_720
+CODE_LINES = 92_800
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -54,7 +54,8 @@ copies ahead of the step, for what waits until the loop has them, and for worker
 kernels of codecs on a GPU, their trial at first use, and floats of 8 bits; 960 for a device that is compared with
 the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 for one seam to accelerators;
 200 for named operations on a device by groups of its backend; 20 for the memory of a device without NVML;
-190 for codec auto on a device; 70 for a check of its named operations.
+190 for codec auto on a device; 70 for a check of its named operations; 2,080 for servers that hold parameters:
+processes and their protocol, requests applied once, snapshots, bounded staleness.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
