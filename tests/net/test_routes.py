@@ -156,14 +156,6 @@ def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(
     assert " Mbit/s a rank" in line
 
 
-def test_one_server_carries_what_all_others_send_and_sharded_servers_share_it(tmp_path: Path) -> None:
-    hosts = ["--hosts", "3", "--slots", "1", "--rate", "1gbit"]
-    all_bytes = 4 * ELEMENTS
-    # What the server receives is what the two others send: 2 (N-1) S at its link in all.
-    check_bytes(train(tmp_path, hosts, 3, route="server"), 2 * all_bytes, all_bytes, all_bytes)
-    check_bytes(train(tmp_path, hosts, 3, route="sharded_server"), 2 * 2 / 3 * all_bytes)
-
-
 def test_shared_is_refused_on_two_hosts(tmp_path: Path) -> None:
     for each in train(tmp_path, route="shared"):
         assert "route = 'shared', but the ranks are on 2 hosts" in each["problem"]

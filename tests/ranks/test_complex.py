@@ -72,8 +72,6 @@ def check(steps: int = 5, **plan: Any) -> None:
         {"route": "flat"},
         {"route": "flat", "codec": "auto", "lossy": True},
         {"route": "flat", "codec": "int8"},
-        {"route": "server"},
-        {"route": "sharded_server"},
         {"route": "auto"},
     ],
     ids=str,
@@ -110,7 +108,7 @@ def test_a_codec_for_a_complex_parameter_is_refused_by_name() -> None:
 def test_the_exact_carrier_sees_the_parts_of_complex_numbers() -> None:
     fd.init()
     model = Filters()
-    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(route="sharded_server"))
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="auto", route="flat"))
     model(inputs(0, 0), True).backward()
     reducer = reducer_of(model)
     assert reducer is not None

@@ -133,7 +133,6 @@ class Training:
         ("--set route=flat --set codec=int8", {}, "flat", "int8", 0.26),
         ("--set route=flat", {"compression": "fp16"}, "flat", "fp16", 0.5),
         ("--set route=flat --set codec=int8", {"compression": "int8"}, "flat", "int8", 0.26),
-        ("--set route=sharded_server", {}, "sharded_server", "none", 1.0),
         ("--set codec=int8", {"groups": 2}, "named", "int8", 0.26),
         ("", {"groups": 2}, "named", "none", 1.0),
         ("", {"groups": 2, "compression": "fp16"}, "named", "fp16", 0.5),

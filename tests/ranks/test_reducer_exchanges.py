@@ -275,7 +275,6 @@ def test_what_an_accelerator_cannot_have_is_named_on_all_ranks() -> None:
     named = [("a", here), ("b", there if world.rank else here)]
     for plan, codecs, text in (
         (fd.Plan(codec="int8"), ["int8"], "codec 'int8'"),
-        (fd.Plan(route="sharded_server"), [], "route 'sharded_server'"),
         (fd.Plan(ranks_per_switch=2), [], "switches"),
     ):
         with pytest.raises(PlanError, match=f"{text}: parameter 'b' of rank 1 is on meta"):

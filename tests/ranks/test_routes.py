@@ -16,12 +16,11 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.codecs.exact import ExactByServer
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
 from farandole.comm.host_memory.switch_tensor import SwitchTensor
 from farandole.comm.messages.message import GroupRank, Message
-from farandole.comm.messages.simulator import Rounds, simulate
+from farandole.comm.messages.simulator import Rounds
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
@@ -124,10 +123,9 @@ def check_narrow_mean(route: str, dtype: torch.dtype, hosts: int = 1) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("route", ["server", "sharded_server", "shared"])
 @ranks(3)
-def test_narrow_gradients_are_added_up_in_float32(route: str, dtype: torch.dtype) -> None:
-    check_narrow_mean(route, dtype)
+def test_narrow_gradients_are_added_up_in_float32(dtype: torch.dtype) -> None:
+    check_narrow_mean("shared", dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -299,8 +297,6 @@ def places(route: str, size: int, port: int) -> list[dict[str, str]]:
         ("shared", "none"),
         ("hierarchical", "none"),
         ("hierarchical", "int8"),
-        ("server", "none"),
-        ("sharded_server", "none"),
     ],
 )
 def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
@@ -323,38 +319,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
     assert not left_in_memory(before, "torch")
 
 
-# -- parameter servers -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("route", ["server", "sharded_server"])
-@ranks(3)
-def test_servers_compute_what_flat_does(route: str) -> None:
-    fd.init()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("farandole.comm.sessions.segments.SEGMENT_ELEMENTS", 2048)  # several segments a bucket
-        model = train(fd.Plan.from_mapping({"route": route}, where="test"))
-        assert the_reducer(model).route == route
-        assert all(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)
-    assert_close(model, train(fd.Plan(route="flat")))
-
-
-@ranks(3)
-def test_one_server_sends_and_receives_everything() -> None:
-    fd.init()
-    reducer = the_reducer(train(fd.Plan(route="server")))
-    (bucket,) = reducer.parts.buckets.buckets
-    flags = 2 * (len(bucket.members) + 3)  # presence, steps, is it finite, and the wish
-    gradients = bucket.sent_bytes - flags
-    assert gradients == (2 if fd.world().rank == 0 else 1) * bucket.gradients.nbytes
-    (bucket,) = the_reducer(train(fd.Plan(route="sharded_server"))).parts.buckets.buckets
-    assert bucket.sent_bytes - flags == 2 * 2 * bucket.gradients.nbytes // 3
-
-
-@pytest.mark.parametrize("plan", [{"codec": "int8"}, {"codec_for": {"*.weight": "bf16"}}, {"codec": "auto"}])
-@pytest.mark.parametrize("route", ["server", "sharded_server"])
-def test_servers_take_no_codec(route: str, plan: dict[str, object]) -> None:
-    with pytest.raises(fd.PlanError, match=f"route = '{route}' carries gradients as they are"):
-        fd.Plan.from_mapping({"route": route, **plan}, where="test")
+# -- messages to one rank, and from it --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,)])
@@ -373,15 +338,6 @@ def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
         assert collected.shape == (0, *shape)
     all_gather_json(world, "test/meet", 0)
     transport.close()
-
-
-def test_one_server_in_lockstep() -> None:
-    grads = [torch.arange(6.0) * (rank + 1) for rank in range(3)]
-    together = simulate(
-        [ExactByServer().encode(grad, None, GroupRank(rank, 3)) for rank, grad in enumerate(grads)]
-    )
-    assert all(mean.equal(torch.arange(6.0) * 2) for mean in together.means)
-    assert list(together.sent_bytes) == [48, 24, 24]
 
 
 # -- switches ----------------------------------------------------------------------------------

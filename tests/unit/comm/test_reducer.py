@@ -468,7 +468,6 @@ def test_messages_from_an_accelerators_memory_are_refused_on_all_ranks() -> None
         named = [("a", here), ("b", there if rank.number == 2 else here), ("c", there)]
         for plan, codecs, text in (
             (Plan(codec="int8"), ["int8", "int4"], "codec 'int8'"),
-            (Plan(route="server"), [], "route 'server'"),
             (Plan(ranks_per_switch=2), [], "switches"),
             (Plan(switch_of={"*": "a"}), [], "switches"),
         ):

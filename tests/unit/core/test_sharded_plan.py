@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,8 +32,6 @@ def test_plans_that_fit(keys: dict[str, Any]) -> None:
     ("keys", "words"),
     [
         ({"zero": 4}, "zero = 4, expected a stage from 0 to 3"),
-        ({"zero": 1, "route": "server"}, 'zero = 1, but route = "server" carries no shards'),
-        ({"zero": 2, "route": "sharded_server"}, 'zero = 2, but route = "sharded_server" carries no shards'),
         ({"zero": 1, "ranks_per_switch": 2}, "zero = 1, but switches carry no shards"),
         ({"shard_within": "host"}, 'shard_within = "host" is for zero = 3'),
         ({"weight_codec": "int8"}, 'weight_codec = "int8" is for zero = 1 to 3'),
@@ -61,3 +61,17 @@ def test_plans_that_do_not_fit_say_what_to_do(keys: dict[str, Any], words: str) 
     with pytest.raises(PlanError) as caught:
         Plan.from_mapping(keys, where="test")
     assert words in str(caught.value), f"{words!r} in {caught.value}"
+
+
+@pytest.mark.parametrize("route", ["server", "sharded_server"])
+def test_routes_that_are_gone_name_what_took_their_place(route: str, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text(f'route = "{route}"\n')
+    makers: list[Callable[[], Plan]] = [
+        lambda: Plan(route=route),  # type: ignore[arg-type]
+        lambda: Plan.from_mapping({"route": route}, where="--set"),
+        lambda: Plan.read(tmp_path / "plan.toml"),
+    ]
+    for make in makers:
+        with pytest.raises(PlanError, match=f"route = '{route}' is gone") as caught:
+            make()
+        assert 'sync = "server:staleness=0"' in caught.value.remedy

@@ -95,8 +95,8 @@ def test_a_plan_with_the_keys_is_a_plan_and_comes_back_from_json() -> None:
     for wrong in ({"bucket_bytes": "4"}, {"route": 1}, {"connections": True}, {"more": 1}):
         with pytest.raises(TypeError):
             ExchangeKeys.from_mapping({**coded.to_mapping(), **wrong})
-    with pytest.raises(PlanError, match="carries gradients as they are"):
-        replace(coded, route="server").on(Plan())
+    with pytest.raises(PlanError, match="makes no use of switches"):
+        replace(coded, route="flat").on(Plan(ranks_per_switch=2))
 
 
 # -- the history -----------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ import torch
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan, RouteName
-from .exact import ExactByServer
 from .registry import CodecInstance, make_codec
 
 LEAST_ELEMENTS = 4096
@@ -47,9 +46,7 @@ def pattern_for(name: str, plan: Plan) -> str | None:
 
 def carrier_of(route: RouteName) -> CodecInstance | None:
     """Return what carries gradients without a codec; None if shared memory or the backend does."""
-    if route == "server":
-        return CodecInstance(EXACT, ExactByServer())
-    return make_codec(EXACT) if route in ("hierarchical", "sharded_server") else None
+    return make_codec(EXACT) if route == "hierarchical" else None
 
 
 def can_have(parameter: torch.Tensor, spec: CodecSpec) -> bool:

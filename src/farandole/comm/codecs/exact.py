@@ -1,10 +1,10 @@
-"""The mean without loss: codec ``none``, in two forms."""
+"""The mean without loss: codec ``none``."""
 
 from __future__ import annotations
 
 import torch
 
-from ..messages.all_reduce import add_rows, reduce_scatter_all_gather
+from ..messages.all_reduce import reduce_scatter_all_gather
 from ..messages.message import Encoded, Encoding, GroupRank, Message
 from ..messages.reduce_rules import accumulates_in_fp32
 
@@ -22,17 +22,3 @@ class Exact:
             return Encoded(mean, grad)
         mean = (yield Message(grad, "all_reduce")).div_(group.size)  # what was received is this rank's own
         return Encoded(mean, grad)
-
-
-class ExactByServer(Exact):
-    """The same by one server: rank 0 receives everything and sends the mean back.
-
-    Its link carries (N-1) S bytes each way, that of the others S. For comparison: `Exact` is better balanced.
-    """
-
-    def encode(self, grad: torch.Tensor, state: None, group: GroupRank) -> Encoding:
-        """See `Codec`."""
-        rows = yield Message(grad, "gather")
-        mean = grad if group.rank else add_rows(rows, group.size)
-        received = yield Message(mean, "broadcast")
-        return Encoded(received[0], grad)

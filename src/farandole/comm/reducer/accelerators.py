@@ -2,7 +2,7 @@
 
 Codecs whose messages have a size that the host knows, and the exact mean, travel by collectives of the backend, by
 route ``flat``. What travels by messages between processes is read from CPU memory and written into it: other
-codecs, sessions, shards of stages 1 and 2, parameter servers and switches.
+codecs, sessions, shards of stages 1 and 2, and switches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from ..world.world import World
 REMEDY = 'on an accelerator use another codec than threshold and your own, and route "auto" or "flat"'
 _REMEDY_OF_SHARDS = "on an accelerator use zero = 3, or 0"
 _REMEDY_OF_SESSIONS = 'on an accelerator use codec "none" and route "auto" or "flat"'
-_ROUTES = ("server", "sharded_server")
 
 
 def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
@@ -50,7 +49,6 @@ def refuse_messages(
     codecs_there = [codec for codec in codecs if not sessions and _can_be_there(CodecSpec.parse(codec))]
     requested = [f"zero = {plan.zero}"] if shards else []
     requested += [f"codec {codec!r}" for codec in codecs if codec not in codecs_there]
-    requested += [f"route {plan.route!r}"] if plan.route in _ROUTES else []
     requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
     if not (requested or codecs_there) or world.size == 1:
         return

@@ -7,8 +7,6 @@
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
   Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
   messages that of shared memory.
-- ``server``: rank 0 sums the buckets of all ranks and sends the mean back. For comparison.
-- ``sharded_server``: every rank is the server of its slice of each bucket.
 
 [Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
 anyway, and go among all ranks.
@@ -191,7 +189,7 @@ def _conductor(transport: Transport | None, memory: SharedMemory | SwitchGroup |
 
 def _choose(world: World, plan: Plan, place: str) -> tuple[RouteName, str, SharedMemory | None]:
     wanted = plan.route
-    if wanted in ("flat", "server", "sharded_server"):
+    if wanted == "flat":
         return wanted, "the plan says so", None
     shape = all_gather_json(world, "hosts", [world.node_rank, world.device.type if place == "cpu" else place])
     hosts = sorted({node for node, _ in shape})

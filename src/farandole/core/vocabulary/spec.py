@@ -38,7 +38,8 @@ _OF_BUCKETS = (
     "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route", "ranks_per_switch", "switch_of",
     "connections", "congestion_control",
 )  # fmt: skip
-RouteName = Literal["flat", "shared", "hierarchical", "server", "sharded_server"]
+RouteName = Literal["flat", "shared", "hierarchical"]
+_GONE_ROUTES = ("server", "sharded_server")
 _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 """Longer names Linux does not have."""
 
@@ -154,6 +155,7 @@ class Plan:
                 f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",
                 remedy=upgrade_remedy(),
             )
+        _refuse_gone_routes(self.route, "plan")
         refuse_impossible(self.predicted)
         for name, least in (
             ("version", 1),
@@ -200,12 +202,7 @@ class Plan:
             ("plan: codec", self.codec),
             *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
         ):
-            spec = CodecSpec.parse(codec, where=where)
-            if self.route in ("server", "sharded_server") and not spec.is_exact:
-                raise PlanError(
-                    f"{where} = {codec!r}, but route = {self.route!r} carries gradients as they are",
-                    remedy='use codec none, or route "auto"',
-                )
+            CodecSpec.parse(codec, where=where)
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
         if not (0 <= self.stall_seconds < math.inf):
@@ -269,11 +266,10 @@ class Plan:
         if self.zero == MOST_ZERO:
             self._refuse_without_buckets()
             return
-        if self.zero and (self.route in ("server", "sharded_server") or self.ranks_per_switch or self.switch_of):
-            said = f'route = "{self.route}" carries' if self.route.endswith("server") else "switches carry"
+        if self.zero and (self.ranks_per_switch or self.switch_of):
             raise PlanError(
-                f"plan: zero = {self.zero}, but {said} no shards",
-                remedy="leave route, ranks_per_switch and switch_of out, or set zero = 0",
+                f"plan: zero = {self.zero}, but switches carry no shards",
+                remedy="leave ranks_per_switch and switch_of out, or set zero = 0",
             )
         for name, default, least in (("shard_within", "world", MOST_ZERO), ("weight_codec", NONE, 1)):
             if getattr(self, name) != default and self.zero < least:
@@ -357,7 +353,9 @@ class Plan:
         version = values.get("version", PLAN_VERSION)
         if isinstance(version, int) and version > PLAN_VERSION:
             return cls(version=version)
-        return build(cls, flatten(values, PLAN_TABLES, where=where, error=PlanError), where=where, error=PlanError)
+        keys = flatten(values, PLAN_TABLES, where=where, error=PlanError)
+        _refuse_gone_routes(keys.get("route"), where)
+        return build(cls, keys, where=where, error=PlanError)
 
     @classmethod
     def read(cls, path: str | Path) -> Plan:
@@ -384,6 +382,14 @@ class Plan:
         """Return the keys in which two plans train differently, with both values."""
         mine, theirs = ({**plan.to_mapping(), "predicted": {}} for plan in (self, other))
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _refuse_gone_routes(route: object, where: str) -> None:
+    if route in _GONE_ROUTES:
+        raise PlanError(
+            f"{where}: route = {route!r} is gone: a rank no longer sums for the others",
+            remedy='use sync = "server:staleness=0", whose servers are processes of their own, or leave route out',
+        )
 
 
 def _to_toml(value: Any) -> str:

@@ -167,7 +167,7 @@ def bucket_work(
     rounds = 2 if known is None else known.rounds
     local, hosts = group.ranks_in_host, group.ranks // group.ranks_in_host
     nbytes = float(bucket.gradient_bytes)
-    if hosts == 1 and route not in ("flat", "server", "sharded_server"):
+    if hosts == 1 and route != "flat":
         if operation == "reduce_scatter":  # inside one host nothing is packed
             return ExchangeWork(exact, Spent(), 0.0)
         return ExchangeWork(CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), _cpu(nbytes, rates, bucket))
