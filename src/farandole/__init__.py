@@ -41,6 +41,8 @@ if _typing.TYPE_CHECKING:
     from .parallel.optim.one_bit_adam import OneBitAdam
     from .parallel.step import drain, evaluate, step
     from .parallel.weight import weight
+    from .sync.rows.copies import RowCopy
+    from .sync.rows.table import RowTable
     from .train.accumulate import accumulate
     from .train.checkpoint.api import load, save
     from .train.checkpoint.checkpointer import Checkpointer
@@ -72,6 +74,8 @@ _HOME = {
     "MixtureOfExperts": "parallel.expert.layer",
     "router_loss": "parallel.expert.layer",
     "OneBitAdam": "parallel.optim.one_bit_adam",
+    "RowCopy": "sync.rows.copies",
+    "RowTable": "sync.rows.table",
     "World": "comm.world.world",
     "init": "train.session",
     "shutdown": "train.session",
@@ -139,6 +143,8 @@ __all__ = [
     "PeerLost",
     "Plan",
     "PlanError",
+    "RowCopy",
+    "RowTable",
     "Stalled",
     "VerificationFailed",
     "World",

@@ -13,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = [
     "CheckpointError", "Checkpointer", "CommError", "ConfigError", "FarandoleError", "LaunchError",
     "Mismatch", "MixtureOfExperts", "NoiseScale", "OneBitAdam", "PeerLost", "Plan", "PlanError",
-    "Stalled", "VerificationFailed", "World", "__version__", "accumulate", "averaged", "barrier",
+    "RowCopy", "RowTable", "Stalled", "VerificationFailed", "World", "__version__", "accumulate", "averaged",
+    "barrier",
     "chunked_cross_entropy", "context_gather", "context_positions", "context_shard", "distribute",
     "drain", "evaluate", "exchange_state", "find_micro_batch", "find_plan", "freeze", "gather", "init", "load",
     "load_exchange_state", "log", "low_rank_adapters", "main_first", "mean", "noise_scale", "notebook",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -68,8 +68,23 @@ def starters(nodes: Sequence[int], servers: int) -> list[int]:
     return order[:servers]
 
 
+@dataclass(frozen=True)
+class ServerLayout:
+    """How many servers there are, and what each hosts."""
+
+    servers: int
+    """0: one on each host."""
+    services: Callable[[int, str], Mapping[str, Mapping[str, Any]]]
+    """By number and directory of a server: see `ServerPlace.services`."""
+    snapshot_seconds: float
+    most_bytes: int
+    """Tensors of a request or a reply."""
+    most_kept_bytes: int
+    """Tensors of requests of one rank to one server that are in no snapshot yet."""
+
+
 def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> ServerConnections:
-    """Start the servers and connect to them; to be called by all ranks.
+    """Start the servers of a model's parameters and connect to them; to be called by all ranks.
 
     Args:
         here: the ranks that train.
@@ -78,6 +93,24 @@ def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> ServerConn
 
     Raises:
         LaunchError: on all ranks, where one could not be started.
+    """
+
+    def services(number: int, directory: str) -> Mapping[str, Mapping[str, Any]]:
+        made: dict[str, dict[str, Any]] = {shard.SERVICE: {"class": f"{shard.__name__}:DenseShard", "config": {}}}
+        if number == 0:
+            config = {"ranks": list(range(here.size)), "staleness": spec.staleness, "directory": directory}
+            made[clock_service.SERVICE] = {"class": f"{clock_service.__name__}:ClockService", "config": config}
+        return made
+
+    most_bytes = (_COPIES + 2) * shard_bytes + _MARGIN_BYTES
+    kept = max(_KEPT_COPIES * shard_bytes, _LEAST_KEPT_BYTES)
+    return start_and_connect(here, ServerLayout(spec.servers, services, spec.snapshot_seconds, most_bytes, kept))
+
+
+def start_and_connect(here: World, layout: ServerLayout) -> ServerConnections:
+    """Start the servers of `layout` and connect to them; to be called by all ranks.
+
+    Raises `LaunchError` on all ranks, where one could not be started.
     """
     secret = read_job_secret()
     said = all_gather_json(
@@ -91,13 +124,13 @@ def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> ServerConn
     )  # fmt: skip
     key = keyed_hash(secret, b"servers", said[0]["nonce"].encode())
     nodes = [each["node"] for each in said]
-    count = spec.servers or len(set(nodes))
+    count = layout.servers or len(set(nodes))
     mine = [number for number, rank in enumerate(starters(nodes, count)) if rank == here.rank]
     started: list[ServerProcess] = []
     told: dict[str, Any] = {"places": [], "failed": ""}
     for number in mine:
         try:
-            place, process = start_server(_place(here, spec, number, shard_bytes), key)
+            place, process = start_server(_place(here, layout, number), key)
         except (LaunchError, OSError) as problem:
             told["failed"] = str(problem)
             break
@@ -113,31 +146,24 @@ def connect_servers(here: World, spec: SyncSpec, shard_bytes: int) -> ServerConn
     places = sorted(
         (ServerPlace.from_json(each) for told in everyone for each in told["places"]), key=lambda each: each.number
     )
-    most_bytes = (_COPIES + 2) * shard_bytes + _MARGIN_BYTES
-    kept = max(_KEPT_COPIES * shard_bytes, _LEAST_KEPT_BYTES)
     clients = [
         ServerClient(
-            place, key, client=here.rank, rank=here.job_rank, host=_host(here), most_kept_bytes=kept,
-            most_bytes=most_bytes, still_on=lambda: refuse_if_ended(here, "server"),
+            place, key, client=here.rank, rank=here.job_rank, host=_host(here),
+            most_kept_bytes=layout.most_kept_bytes, most_bytes=layout.most_bytes,
+            still_on=lambda: refuse_if_ended(here, "server"),
         )
         for place in places
     ]  # fmt: skip
     return ServerConnections(clients, started)
 
 
-def _place(here: World, spec: SyncSpec, number: int, shard_bytes: int) -> ServerPlace:
+def _place(here: World, layout: ServerLayout, number: int) -> ServerPlace:
     run = read_run_settings().run_directory
     directory = make_directory(run if run is not None and Path(run).is_dir() else None)
-    services: dict[str, dict[str, Any]] = {shard.SERVICE: {"class": f"{shard.__name__}:DenseShard", "config": {}}}
-    if number == 0:
-        config = {"ranks": list(range(here.size)), "staleness": spec.staleness, "directory": directory}
-        services[clock_service.SERVICE] = {"class": f"{clock_service.__name__}:ClockService", "config": config}
-    limits = Limits(
-        spec.snapshot_seconds, GRACE_SECONDS, _START_SECONDS, (_COPIES + 2) * shard_bytes + _MARGIN_BYTES
-    )
+    limits = Limits(layout.snapshot_seconds, GRACE_SECONDS, _START_SECONDS, layout.most_bytes)
     return ServerPlace(
         number=number, host=_host(here), address=own_address(here.address), directory=directory,
-        clients=list(range(here.size)), services=services, limits=limits,
+        clients=list(range(here.size)), services=layout.services(number, directory), limits=limits,
         generation=read_run_settings().generation,
     )  # fmt: skip
 

@@ -1,0 +1,268 @@
+"""`RowTable`: an embedding whose rows lie on servers, by id, and exist once they were trained.
+
+::
+
+    clicks = fd.RowTable("clicks.user", dim=32, optimizer="adagrad:lr=0.05")
+    vectors = clicks(user_ids)          # int64 of any shape -> shape + (32,)
+    loss(vectors).backward()
+    optimizer.step()                    # everything else
+    clicks.step()                       # or once: clicks.attach(optimizer)
+
+[Note: a step of a table] A forward pass pulls each id of the batch once. Backward sums the gradients of equal
+ids, and they are kept until `step`, which sends one row an id to its server; forward passes between two steps are
+summed. The server's optimizer makes the step (`optimizers`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+from torch.optim import Optimizer
+
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import has_world, world
+from ...core.vocabulary.errors import ConfigError
+from ..server.message import ServerMessage
+from .copies import RowChanges, read_changes
+from .hashing import key_of
+from .links import LocalShards, RowLinks, RowServers, ServerShards
+from .optimizers import RowOptimizer
+from .requests import RowMessages
+from .saved import put_rows, take_rows
+from .shard import RowRules
+
+
+@dataclass(frozen=True)
+class RowStatistics:
+    """What is known of a table. Bytes are of this rank: ids, counts, gradients and rows, without headers."""
+
+    rows: int
+    waiting: int
+    """Ids that have occurred, but not often enough for a row."""
+    pushed_rows: int
+    pushed_bytes: int
+    pulled_rows: int
+    pulled_bytes: int
+    staleness: dict[int, int]
+    """How many pushes, of all ranks, were applied so many pushes after what their gradients were computed from."""
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    ids: NDArray[np.int64]
+    grads: torch.Tensor
+    counts: NDArray[np.int64]
+
+
+class RowTable(nn.Module):
+    """An embedding of any int64 ids from 0 on. To be made by all ranks, with the same arguments.
+
+    It has no parameters: `model.parameters()` and `state_dict()` are without it (see `snapshot`), and
+    gradient clipping does not reach it. Servers start with the first table of a job.
+
+    Args:
+        name: of the table; first values and owners follow from it.
+        dim: numbers of a row.
+        optimizer: ``sgd``, ``adagrad`` (row-wise) or ``adam`` (lazy), with its numbers: see `RowOptimizer`.
+        admit: an id gets a row with the push that has its `admit`-th occurrence.
+        expire_seconds: rows that were not trained for so long are dropped; None: never.
+        init_std: standard deviation of first values, which are uniform and follow from seed, name and id.
+        seed: of the first values.
+        staleness: 0: ranks push in step, and a step is applied as one, so they train as one process on the
+            joined batch. None: each push is applied when it comes.
+        servers: processes that have the rows; 0: one on each host. One rank alone has them in its own process.
+        dtype: of rows and states, float32 or float64.
+
+    Raises:
+        ConfigError: an argument that is out of range.
+        LaunchError: a server did not start, on all ranks.
+        Mismatch: ranks make the table in different ways.
+    """
+
+    def __init__(  # noqa: PLR0913 - what a table is, by keyword
+        self, name: str, dim: int, *, optimizer: str = "adagrad:lr=0.01", admit: int = 1,
+        expire_seconds: float | None = None, init_std: float = 0.01, seed: int = 0, staleness: int | None = None,
+        servers: int = 0, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        if staleness not in (0, None) or servers < 0 or not name:
+            raise ConfigError(
+                f"RowTable: name = {name!r}, staleness = {staleness}, servers = {servers}, expected a text; "
+                "0, or None for pushes that are applied when they come; and 0 or more"
+            )
+        rule = RowOptimizer.parse(optimizer)
+        self.name, self.dim, self.lr = name, dim, rule.lr
+        self._state_width = rule.state_width(dim)
+        self._world = world() if has_world() and world().size > 1 else None
+        rules = RowRules(
+            dim, optimizer, admit, expire_seconds, init_std, key_of(name, seed), str(dtype).removeprefix("torch.")
+        )
+        ranks = range(1 if self._world is None else self._world.size)
+        config = {"rules": asdict(rules), "ranks": list(ranks), "staleness": staleness}
+        links: RowLinks = (
+            LocalShards(config, servers or 1)
+            if self._world is None
+            else ServerShards(RowServers.of(self._world, servers), name, config)
+        )
+        self._exchange = RowMessages(
+            links, key_of(name, 0), dim, dtype, in_rounds=staleness == 0, counts_occurrences=admit > 1
+        )
+        self._gradients: list[_Gradient] = []
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows of `ids`, integers of any shape, as shape + (dim,), on the device of `ids`.
+
+        An id without a row has its first values. Raises `ConfigError` for ids below 0 or that are no integers.
+        """
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ConfigError(f"table {self.name!r}: ids of {ids.dtype}, expected int64")
+        flat = ids.detach().reshape(-1).cpu().long().numpy()
+        unique, inverse, counts = np.unique(flat, return_inverse=True, return_counts=True)
+        if len(unique) and unique[0] < 0:
+            raise ConfigError(
+                f"table {self.name!r}: id {unique[0]}, expected ids from 0 to 2**63 - 1",
+                remedy="map hashes to 63 bits: ids & (2**63 - 1)",
+            )
+        rows = self._exchange.pull(unique).to(ids.device)
+        if torch.is_grad_enabled():
+            anchor = torch.zeros(0, device=rows.device, requires_grad=True)
+            apply: Any = _TrainedRows.apply
+            rows = apply(anchor, rows, _Collector(self._gradients, unique, counts))
+        at = torch.from_numpy(inverse.reshape(ids.shape)).to(ids.device)
+        return nn.functional.embedding(at, rows)
+
+    def step(self, *, grad_scale: float = 1.0) -> None:
+        """Send the gradients since the last step to the servers, whose optimizer makes a step with `lr`.
+
+        With ``staleness=0`` all ranks must call it as often; one without gradients too.
+
+        Args:
+            grad_scale: by which the loss was multiplied, such as ``scaler.get_scale()`` of a `GradScaler`.
+
+        Raises:
+            FarandoleError: a gradient is not finite, so nothing is applied.
+        """
+        ids, grads, counts = self._take_gradients(grad_scale)
+        weight = 1.0 if self._world is None else self._world.session.batch_weight.factor
+        self._exchange.push(ids, grads, counts, lr=self.lr, weight=weight)
+
+    def attach(self, optimizer: Optimizer) -> None:
+        """Make a `step` after each ``optimizer.step()``. Not for a `GradScaler`, which leaves steps out."""
+
+        def step_too(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            self.step()
+
+        optimizer.register_step_post_hook(step_too)
+
+    def changes_since(self, mark: tuple[int, ...] | None = None) -> RowChanges:
+        """Return the rows that were trained since `mark`, the one of the last call's result, and removed ids.
+
+        None: all rows. See `RowCopy`, which takes them.
+        """
+        return read_changes(self._exchange.links, mark)
+
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return all rows, states and counts as tensors by name, to save; call it while no rank trains."""
+        return take_rows(self._exchange.links)
+
+    def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
+        """Replace all rows by what `snapshot` returned, of any number of servers; to be called by all ranks.
+
+        Rank 0's `saved` counts. Raises `ConfigError`, on all ranks, for rows of another size.
+        """
+        self._gradients.clear()
+        problem = ""
+        if self._world is None or self._world.rank == 0:
+            problem = put_rows(self._exchange, saved, self._state_width)
+        if self._world is not None:
+            problem = all_gather_json(self._world, f"rows of {self.name} restored", problem)[0]
+        if problem:
+            raise ConfigError(
+                f"table {self.name!r}: {problem}", remedy="make the table as it was when it was saved"
+            )
+
+    def statistics(self) -> RowStatistics:
+        """Ask the servers for their numbers, and return them with this rank's."""
+        links = self._exchange.links
+        looked = links.call(dict.fromkeys(range(links.count), ServerMessage({"do": "look"})), keeps=False)
+        replies = list(looked.values())
+        staleness: dict[int, int] = {}
+        for reply in replies:
+            for lag, count in reply.values["staleness"]:
+                staleness[lag] = staleness.get(lag, 0) + count
+        return RowStatistics(
+            sum(each.values["rows"] for each in replies), sum(each.values["waiting"] for each in replies),
+            self._exchange.pushed_rows, self._exchange.pushed_bytes, self._exchange.pulled_rows,
+            self._exchange.pulled_bytes, staleness,
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        """Name, dim and servers."""
+        return f"{self.name!r}, dim={self.dim}, servers={self._exchange.links.count}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse: rows are at servers."""
+        raise ConfigError(f"table {self.name!r} cannot be copied: its rows are at servers", remedy="use RowCopy")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse: rows are at servers."""
+        raise ConfigError(f"table {self.name!r} cannot be pickled", remedy="save table.snapshot()")
+
+    # -- see [Note: a step of a table] -----------------------------------------------------------
+
+    def _take_gradients(self, scale: float) -> tuple[NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
+        """Return ascending ids with the sums of their gradients and occurrences."""
+        found = list(self._gradients)
+        self._gradients.clear()
+        if not found:
+            return (
+                np.empty(0, np.int64),
+                torch.empty(0, self.dim, dtype=self._exchange.dtype),
+                np.empty(0, np.int64),
+            )
+        ids, grads, counts = found[0].ids, found[0].grads, found[0].counts
+        if len(found) > 1:
+            ids, inverse = np.unique(np.concatenate([each.ids for each in found]), return_inverse=True)
+            all_grads, grads = torch.cat([each.grads for each in found]), torch.zeros(len(ids), self.dim)
+            grads = grads.to(all_grads).index_add_(0, torch.from_numpy(inverse).to(all_grads.device), all_grads)
+            counts = np.bincount(
+                inverse, weights=np.concatenate([each.counts for each in found]), minlength=len(ids)
+            ).astype(np.int64)
+        grads = grads.to("cpu", self._exchange.dtype)
+        return ids, grads if scale == 1 else grads / scale, counts
+
+
+class _TrainedRows(torch.autograd.Function):
+    """The rows of one forward pass, whose gradient is kept for the step and goes no further."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, rows: torch.Tensor, collector: _Collector) -> torch.Tensor:
+        """`anchor`: a tensor that requires a gradient, which it does not get."""
+        ctx.collector = collector
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None, None, None]:
+        """Give the gradient to the collector."""
+        ctx.collector.take(grads[0])
+        return None, None, None
+
+
+@dataclass(eq=False)
+class _Collector:
+    """Takes the gradient of one forward pass when backward has it."""
+
+    into: list[_Gradient]
+    ids: NDArray[np.int64]
+    counts: NDArray[np.int64]
+
+    def take(self, grad: torch.Tensor) -> None:
+        """Take that of one backward pass; occurrences count once."""
+        self.into.append(_Gradient(self.ids, grad.detach(), self.counts))
+        self.counts = np.zeros_like(self.counts)
