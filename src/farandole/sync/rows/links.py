@@ -16,7 +16,7 @@ from .service import RowService
 
 MOST_MESSAGE_BYTES: Final = 64 << 20
 """Tensors of a request or a reply; more rows go in several."""
-_SNAPSHOT_SECONDS: Final = 60.0
+SNAPSHOT_SECONDS: Final = 60.0
 _KEPT_BYTES: Final = 256 << 20
 
 
@@ -62,7 +62,7 @@ class RowServers:
             config = {"ranks": list(range(here.size))}
             hosted = {tables.SERVICE: {"class": f"{tables.__name__}:TablesService", "config": config}}
             layout = ServerLayout(
-                servers, lambda number, directory: hosted, _SNAPSHOT_SECONDS, 2 * MOST_MESSAGE_BYTES, _KEPT_BYTES
+                servers, lambda number, directory: hosted, SNAPSHOT_SECONDS, 2 * MOST_MESSAGE_BYTES, _KEPT_BYTES
             )
             connections = start_and_connect(here, layout)
             made = here.session.keep(cls, lambda: cls(servers, connections))

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.world.store_sync import all_gather_json
+from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ..server.message import ServerMessage
@@ -105,6 +105,12 @@ class RowTable(nn.Module):
         )
         ranks = range(1 if self._world is None else self._world.size)
         config = {"rules": asdict(rules), "ranks": list(ranks), "staleness": staleness}
+        if self._world is not None:
+            said = all_gather_json(self._world, f"table {name}", {**config, "servers": servers, "name": name})
+            require_equal(
+                self._world, "RowTable", "what the table is", said,
+                remedy="make tables in the same order, with the same arguments, on all ranks",
+            )  # fmt: skip
         links: RowLinks = (
             LocalShards(config, servers or 1)
             if self._world is None
