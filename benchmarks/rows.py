@@ -31,7 +31,8 @@ from farandole.sync.server.start import ServerPlace, make_directory, start_serve
 
 REPEATS = 7
 RULES = {
-    "optimizer": "adagrad:lr=0.01", "admit": 1, "expire_seconds": None, "init_std": 0.01, "key": 1, "dtype": "float32"
+    "optimizer": "adagrad:lr=0.01", "admit": 1, "expire_seconds": None, "init_std": 0.01, "key": 1,
+    "dtype": "float32",
 }  # fmt: skip
 
 
