@@ -86,6 +86,19 @@ def test_the_mixture_of_experts(tmp_path: Path) -> None:
     assert "no longer train one model" not in result.stderr, "ranks have different experts on purpose"
 
 
+def test_the_recommender(tmp_path: Path) -> None:
+    """Real time is better than a batch job, and sends a small part of what dense tensors would."""
+    name = str(EXAMPLES / "recommender.py")
+    result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name, "--steps", "180", timeout=55)
+    assert result.returncode == 0, result.stderr
+    online, by_batch, known = (float(each) for each in re.findall(r"not seen, .*: (\d\.\d+)", result.stdout))
+    assert known < online < by_batch, result.stdout
+    assert re.search(r"served rows are at most \d+\.\d\d s and 5 steps old", result.stdout), result.stdout
+    pushed, refreshed = (float(each) for each in re.findall(r": (\d+\.\d)% less", result.stdout))
+    assert pushed > 90, result.stdout
+    assert refreshed > 80, result.stdout
+
+
 def test_the_image_classifier(tmp_path: Path) -> None:
     if not FASHION.is_dir():
         pytest.skip("needs Debian's dataset-fashion-mnist")
