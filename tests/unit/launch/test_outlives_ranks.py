@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from farandole.core.vocabulary.run_files import Crash
 from farandole.launch.supervise.failure import Exit
 from farandole.launch.supervise.fixed_job import FixedJob
 
@@ -14,6 +15,9 @@ class Job(FixedJob):
     def __init__(self, ends: list[Exit], *, outlives_ranks: bool) -> None:
         super().__init__(None, outlives_ranks=outlives_ranks)  # type: ignore[arg-type]
         self._exits, self.said = ends, list[str]()
+
+    def _crashes(self) -> list[Crash]:
+        return []
 
     def say(self, text: str) -> None:
         self.said.append(text)
@@ -28,3 +32,12 @@ def test_which_ends_of_ranks_stop_a_job_with_servers(rank: int, code: int, outli
     assert job._has_failed(2.0) is stops
     assert job._has_failed(3.0) is stops
     assert len(job.said) == (outlives and code < 0 and rank > 0)
+
+
+def test_a_rank_that_was_done_without_is_not_the_cause_of_a_later_failure() -> None:
+    killed, failed = Exit(2, -9, 1.0), Exit(1, 1, 9.0)
+    job = Job([killed], outlives_ranks=True)
+    assert not job._has_failed(2.0)
+    job._exits.append(failed)
+    assert job._has_failed(9.0)
+    assert job._judged() == [failed]

@@ -141,7 +141,7 @@ class RemoteJob(FixedJob):
         return bool(suspects) and not (suspects[0].is_consequence and late)
 
     def _is_explained(self) -> bool:
-        is_hanging = is_hang(self._exits, self._known_crashes)
+        is_hanging = is_hang(self._judged(), self._known_crashes)
         return super()._is_explained() or (bool(self._losses) and not is_hanging)
 
     def _settle_seconds(self) -> float:

@@ -73,7 +73,7 @@ class FixedJob(JobLoop):
 
     def _settle_seconds(self) -> float:
         """Return how long the other ranks get before they are stopped."""
-        if is_hang(self._exits, self._crashes()):
+        if is_hang(self._judged(), self._crashes()):
             self._take_stacks()
             return STACKS_SECONDS
         return SETTLE_SECONDS if self._is_explained() else UNEXPLAINED_SECONDS
@@ -81,7 +81,8 @@ class FixedJob(JobLoop):
     def _is_explained(self) -> bool:
         """Return whether nothing more has to be waited for."""
         crashes = self._crashes()
-        return is_explained(self._exits, crashes) and not is_hang(self._exits, crashes)
+        judged = self._judged()
+        return is_explained(judged, crashes) and not is_hang(judged, crashes)
 
     def _outcome(self, seconds: float) -> Outcome:
         failure = self._find_failure(0.0 if self._failed_at is None else time.monotonic() - self._failed_at)

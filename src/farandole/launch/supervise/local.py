@@ -108,7 +108,7 @@ class Supervisor(FixedJob):
         if self._failed_at is None:
             return None
         return find_failure(
-            self._exits, self._crashes(), host=socket.gethostname(), stop_seconds=stop_seconds,
+            self._judged() or self._exits, self._crashes(), host=socket.gethostname(), stop_seconds=stop_seconds,
             out_of_memory=out_of_memory_kills() > self._kills_before,
         )  # fmt: skip
 
