@@ -14,7 +14,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,13 +24,20 @@ from ...core.wire.framing import FrameError
 from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection
 from .loop import CONTROL
 from .message import ServerMessage
-from .start import ServerPlace, ServerProcess, restore_server
+from .start import ServerPlace, ServerProcess, last_words, restore_server
 
 RESTORE_SECONDS = 60.0
 """For a server that is gone to be there again."""
+_MOST_LOSSES = 8
+"""Times that a connection is lost before a reply comes: a server that dies of a request does so for ever."""
 _LOOK_SECONDS = 0.1
 _CALL_SECONDS = 5.0
 _LEAVE_SECONDS = 20.0
+
+
+class _Bounds(NamedTuple):
+    kept_bytes: int
+    reply_bytes: int
 
 
 class ServerClient:
@@ -57,7 +64,7 @@ class ServerClient:
         """
         self.place, self._key, self._client, self._rank = place, key, client, rank
         self._restores, self._still_on = host == place.host, still_on
-        self._most_kept_bytes, self._most_bytes = most_kept_bytes, most_bytes
+        self._most = _Bounds(most_kept_bytes, most_bytes)
         self._channel: ServerChannel | None = None
         self._number = 0
         self._kept: deque[tuple[int, ServerMessage]] = deque()
@@ -65,6 +72,8 @@ class ServerClient:
         self._asked: tuple[int, ServerMessage] | None = None
         """The request whose reply is not there."""
         self._reply: ServerMessage | None = None
+        self._losses = 0
+        """Times that the connection was lost since the last reply."""
         self.restored: list[ServerProcess] = []
         """Servers that were started anew from here."""
         self._connect()
@@ -89,7 +98,7 @@ class ServerClient:
             tensors: in CPU memory; with `keeps` they must never change.
             keeps: whether it changes something, and is applied once whatever is lost.
         """
-        if keeps and self._kept_bytes > self._most_kept_bytes:
+        if keeps and self._kept_bytes > self._most.kept_bytes:
             self.save()
         self._ask(service, values, tensors, keeps=keeps)
 
@@ -178,7 +187,7 @@ class ServerClient:
         self, service: str, values: Mapping[str, Any], tensors: Sequence[torch.Tensor], *, keeps: bool
     ) -> None:
         self._number += 1
-        is_filling = 2 * self._kept_bytes > self._most_kept_bytes
+        is_filling = 2 * self._kept_bytes > self._most.kept_bytes
         named = {"seq": self._number, "service": service, "keeps": keeps, "values": values, "saves": is_filling}
         request = ServerMessage(named, tensors)
         if keeps:
@@ -199,6 +208,7 @@ class ServerClient:
             channel.close()
             self._channel = None
             if reconnects:
+                self._count_loss()
                 self._connect()
 
     def _take(self, reply: ServerMessage) -> None:
@@ -207,7 +217,7 @@ class ServerClient:
             self._kept_bytes -= self._kept.popleft()[1].nbytes
         if self._asked is None or reply.values.get("seq") != self._asked[0]:
             return  # to a request that was sent again, and was answered before
-        self._asked = None
+        self._asked, self._losses = None, 0
         self._reply = reply if "error" in reply.values else ServerMessage(reply.values["values"], reply.tensors)
 
     # -- connections: see [Note: what is sent again] ---------------------------------------------
@@ -236,6 +246,17 @@ class ServerClient:
                 self._channel.queue(request)
         if self._asked is not None:
             self._channel.queue(self._asked[1])
+
+    def _count_loss(self) -> None:
+        self._losses += 1
+        if self._losses > _MOST_LOSSES:
+            said = last_words(self.place) if self._restores else ""
+            raise PeerLost(
+                f"its connection was lost {self._losses} times before it replied; its last words: {said!r}",
+                rank=self._rank,
+                operation=self._operation,
+                remedy=f"look at the disk and the memory of {self.place.host}, and go on from the last checkpoint",
+            )
 
     def _restore(self) -> None:
         if not self._restores:
@@ -267,7 +288,7 @@ class ServerClient:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             key_out, key_in = hello.keys(self._key, bytes(asked))
-            channel = ServerChannel(connection, key_out, key_in, self._most_bytes)
+            channel = ServerChannel(connection, key_out, key_in, self._most.reply_bytes)
             until, said = time.monotonic() + _CALL_SECONDS, list[ServerMessage]()
             while not said:
                 if time.monotonic() > until:

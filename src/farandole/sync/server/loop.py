@@ -171,10 +171,16 @@ class ServerLoop:
             if events & selectors.EVENT_WRITE:
                 channel.send_what_fits()
                 self._watch(client, channel)
-            if events & selectors.EVENT_READ:
-                for request in channel.receive():
-                    self._take(client, request)
+            requests = channel.receive() if events & selectors.EVENT_READ else []
         except (OSError, FrameError):
+            self._drop(client)
+            return
+        try:
+            for request in requests:
+                self._take(
+                    client, request
+                )  # an OSError here is of a service, as of a full disk, and ends the server
+        except FrameError:
             if self._channels.get(client) is channel:
                 self._drop(client)
 

@@ -86,12 +86,20 @@ def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> t
         said = process.stdout.readline()
     if not said:
         process.wait()
-        lines = (directory / _LOG).read_text(errors="replace").strip().splitlines()
         raise LaunchError(
-            f"server {place.number} on {place.host} did not start: {' | '.join(lines[-_SHOWN_LINES:])}",
+            f"server {place.number} on {place.host} did not start: {last_words(place)}",
             remedy=f"it works in {directory}",
         )
     return replace(place, port=int(json.loads(said)["port"])), process
+
+
+def last_words(place: ServerPlace) -> str:
+    """Return the end of what a server of this host has written to its standard error."""
+    try:
+        lines = (Path(place.directory) / _LOG).read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return " | ".join(lines[-_SHOWN_LINES:])
 
 
 class ServerProcess(subprocess.Popen[str]):

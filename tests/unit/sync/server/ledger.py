@@ -27,6 +27,8 @@ class Ledger:
             return ServerMessage({"count": len(self.entries)})
         if request.values["do"] == "fail":
             raise ConfigError("it was asked to", remedy="do not ask")
+        if request.values["do"] == "die":
+            raise OSError("no space left on the device")
         self.waits[client] = request.values["at_least"]
         return None
 

@@ -116,6 +116,19 @@ def test_a_server_that_is_killed_goes_on_with_what_it_had(running: Running) -> N
     assert len(first.restored) + len(second.restored) == 1
 
 
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_a_server_that_dies_of_a_request_whenever_it_is_restored_is_an_error_with_its_last_words(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.sync.server.client._MOST_LOSSES", 2)
+    first = running.call(0)
+    add(first, 1)
+    with pytest.raises(PeerLost, match=r"lost 3 times before it replied; .*OSError: no space left on the device"):
+        first.call("ledger", {"do": "die"}, keeps=True)
+    assert len(first.restored) == 2
+
+
 @pytest.mark.timeout(120)
 def test_a_client_that_stays_away_is_given_up_and_refused(running: Running) -> None:
     first, second = running.call(0), running.call(1)
