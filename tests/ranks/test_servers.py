@@ -258,6 +258,51 @@ def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_ar
         train(model, optimizer, batches(1))
 
 
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@ranks(2)
+def test_parameters_that_are_loaded_or_changed_in_place_leave_the_servers_their_states(kind: str) -> None:
+    fd.init()
+    ends = []
+    for alone in (False, True):
+        model = mlp().double()
+        optimizer = OPTIMIZERS[kind](model.parameters())
+        if not alone:
+            fd.distribute(model, optimizer, fd.Plan(sync="server:servers=2"))
+        train(model, optimizer, batches(3), alone=alone)
+        model.load_state_dict(mlp(seed=3).double().state_dict())
+        train(model, optimizer, batches(3), alone=alone)
+        for each in model.parameters():
+            each.data.clamp_(-0.1, 0.1)
+        train(model, optimizer, batches(1), alone=alone)
+        ends.append(model)
+    assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
+
+
+@ranks(2)
+def test_groups_that_servers_cannot_follow_are_an_error_and_never_a_server_that_dies() -> None:
+    fd.init()
+    ends = []
+    for alone in (True, False):
+        model = mlp().double()
+        model[:2].requires_grad_(False)
+        optimizer = OPTIMIZERS["adamw"](model[2:].parameters())
+        if not alone:
+            fd.distribute(model, optimizer, fd.Plan(sync="server"))
+        optimizer.add_param_group({"params": list(model[:2].parameters())})
+        train(model, optimizer, batches(2), alone=alone)
+        ends.append(model)
+    assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
+    moved = optimizer.param_groups[0]["params"].pop()
+    optimizer.param_groups[1]["params"].append(moved)
+    with pytest.raises(ConfigError, match="is no more in group 0 of its optimizer"):
+        train(model, optimizer, batches(1))
+    model, optimizer = distributed("server:staleness=0", "adamw")
+    train(model, optimizer, batches(1))
+    optimizer.param_groups[0]["amsgrad"] = True
+    with pytest.raises(ConfigError, match=r"a server cannot make step 1: KeyError: 'max_exp_avg_sq'"):
+        train(model, optimizer, batches(1))
+
+
 @ranks(2)
 def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
     world = fd.init()

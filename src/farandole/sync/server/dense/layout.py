@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
+
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,17 @@ def part_of(tensor: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
     """Return a piece of a tensor, (elements,) in CPU memory of its own."""
     flat = tensor.detach().reshape(-1)[piece.begin : piece.end]
     return flat.cpu().clone() if flat.device.type == "cpu" else flat.cpu()
+
+
+def bit_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each tensor the sum of its bits, read as integers: others almost surely after any change."""
+    sums = []
+    for each in tensors:
+        flat = each.detach().reshape(-1)
+        is_even = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        kind = torch.int64 if is_even else _INTEGERS[flat.element_size()]
+        sums.append(int(flat.view(kind).sum()))
+    return sums
 
 
 @torch.no_grad()

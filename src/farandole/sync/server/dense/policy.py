@@ -54,12 +54,14 @@ class ServerSync:
         """Steps since the last `drain`."""
         self._aside: GradsAside | None = None
         self._is_loaded = self._is_averaged = self._is_closed = False
+        self._loaded_optimizers: list[Optimizer] = []
+        """Since the servers were given anything."""
         for each in optimizers:
             each.register_load_state_dict_post_hook(_Loaded(self))
         weakref.finalize(model, here.session.let_go_later, self.remote.servers.close).atexit = False
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
-        self.remote.install()
+        self.remote.install(optimizers)
 
     # -- what a loop asks ------------------------------------------------------------------------
 
@@ -93,6 +95,11 @@ class ServerSync:
             )
         if all(each is not optimizer for each in self.remote.optimizers()):
             return
+        if self._is_closed:
+            raise ConfigError(
+                f'plan: sync = "{self._text}": an optimizer steps after this process has left the servers',
+                remedy="train before farandole.shutdown, and in the process that called farandole.distribute",
+            )
         self._install_what_was_loaded()
         self.remote.step(optimizer, self._here.session.batch_weight.factor)
         self._undrained += 1
@@ -117,7 +124,7 @@ class ServerSync:
         if self._is_averaged or self._is_loaded:  # the servers will have what was loaded
             yield
             return
-        own = [each.detach().clone() for each in self.remote.parameters]
+        own, sums = [each.detach().clone() for each in self.remote.parameters], self.remote.bit_sums
         self.remote.look()
         self._is_averaged = True
         try:
@@ -127,6 +134,7 @@ class ServerSync:
             with torch.no_grad():
                 for each, value in zip(self.remote.parameters, own, strict=True):
                     each.copy_(value)
+            self.remote.bit_sums = sums
 
     def close(self) -> None:
         """Leave the servers, which end when all ranks have."""
@@ -158,6 +166,12 @@ class ServerSync:
         if not self._is_averaged:
             self._is_loaded = True
 
+    def note_loaded_optimizer(self, optimizer: Optimizer) -> None:
+        """An optimizer was given other states: those of the servers do not count any more."""
+        self.note_loaded()
+        if self._is_loaded:
+            self._loaded_optimizers.append(optimizer)
+
     def gather_states(self) -> None:
         """Let the optimizers have the servers' states until the next step; to be called by all ranks.
 
@@ -183,9 +197,10 @@ class ServerSync:
         self._install_what_was_loaded()
 
     def _install_what_was_loaded(self) -> None:
-        if self._is_loaded:
-            self.remote.install()
+        if self._is_loaded or self.remote.is_changed():
+            self.remote.install(self._loaded_optimizers)
             self._is_loaded = False
+            self._loaded_optimizers = []
 
 
 class _Loaded:
@@ -194,10 +209,10 @@ class _Loaded:
     def __init__(self, policy: ServerSync) -> None:
         self._policy = weakref.ref(policy)
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, optimizer: Optimizer) -> None:
         policy = self._policy()
         if policy is not None:
-            policy.note_loaded()
+            policy.note_loaded_optimizer(optimizer)
 
     def __reduce__(self) -> Any:
         return _nothing, ()

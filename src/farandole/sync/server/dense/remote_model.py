@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,13 +14,15 @@ from torch.optim import Optimizer
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.events import Exchange
+from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.sync_spec import SyncSpec
 from ..client import wait_for
 from ..message import ServerMessage
 from . import clock_service, shard
 from .connect import connect_servers
 from .hyperparameters import write_group
-from .layout import cut_by_bytes, part_of, put_part
+from .layout import bit_sums, cut_by_bytes, part_of, put_part
 from .refuse import parameters_of
 from .states import join_state, write_state
 
@@ -33,7 +35,8 @@ class RemoteModel:
         self._here, self._text, spec = here, sync, SyncSpec.parse(sync)
         self._parameters = parameters_of(model, optimizers)
         """In the flat order."""
-        self._known = {each.parameter for each in self._parameters}
+        self._known = {each.parameter: (each.optimizer, each.group) for each in self._parameters}
+        self._group_counts = [len(each.param_groups) for each in optimizers]
         self._seen_optimizers = [weakref.ref(each) for each in optimizers]
         tensors = [each.parameter for each in self._parameters]
         count = spec.servers or here.node_count
@@ -47,6 +50,8 @@ class RemoteModel:
         """Steps of this rank, entries that it has, times it met the others."""
         self._is_filled = False
         """Whether the optimizers have the servers' states."""
+        self.bit_sums: list[int] = []
+        """`layout.bit_sums` of the newest parameters that came from servers; empty: none came."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -94,20 +99,25 @@ class RemoteModel:
 
     def take_states(self) -> None:
         """Let the optimizers have the servers' states, until the next step."""
-        states = self._write(self._pull(with_states=True))
+        replies = self._pull(with_states=True)
+        self._write(replies)
         self._drop_states()
-        for each, state in zip(self._parameters, states, strict=True):
-            optimizer = self._seen_optimizers[each.optimizer]()
-            if optimizer is not None and state:
-                optimizer.state[each.parameter] = {
-                    name: _as_torch_keeps(name, value, each.parameter) for name, value in state.items()
-                }
+        self._fill_states(replies, but_for=())
         self._is_filled = True
 
-    def install(self) -> None:
-        """Let the servers begin with the parameters and states that the first rank has; called by all ranks."""
+    def is_changed(self) -> bool:
+        """Return whether the model's parameters are no more those that were taken last."""
+        return bool(self.bit_sums) and self.bit_sums != bit_sums(self.parameters)
+
+    def install(self, loaded: Collection[Optimizer]) -> None:
+        """Let the servers go on with the parameters that the first rank has; called by all ranks.
+
+        `loaded`: optimizers whose states are those of the first rank too; others keep the servers'.
+        """
         self.gather(clock_service.INSTALL)
         if self._here.rank == self.ranks[0]:
+            if self.bit_sums:
+                self._fill_states(self._pull(with_states=True), but_for=loaded)
             self._send_all(self.optimizers())
             for each in self.servers.clients:  # so that no push comes before it, where it is sent again
                 each.save()
@@ -125,7 +135,10 @@ class RemoteModel:
         """Ask the first server where all ranks are."""
         self.servers.clients[0].ask(clock_service.SERVICE, {**values, "seen": self._version}, keeps=False)
         said = self._wait_first().values
+        gone = sorted(set(self.ranks) - set(said["ranks"]))
         self.ranks, self.staleness = list(said["ranks"]), dict(said["staleness"])
+        if gone and self._here.rank == self.ranks[0]:
+            write_notice(f"sync {self._text}: {name_ranks(gone)} ended, and the others go on")
         return said
 
     def _follow(self, said: Mapping[str, Any]) -> None:
@@ -138,7 +151,8 @@ class RemoteModel:
 
     def _push(self, number: int, optimizer: Optimizer) -> int:
         """Return how many bytes of gradients were sent."""
-        groups = [write_group(group) for group in optimizer.param_groups]
+        groups = self._groups_of(number, optimizer)
+        self._refuse_other_groups(number, optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and parameter not in self._known:
@@ -170,14 +184,28 @@ class RemoteModel:
         self._ask_all(values, tensors, keeps=True)
         return sum(each.nbytes for parts in tensors for each in parts)
 
+    def _groups_of(self, number: int, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Return what the groups say that the servers have; those that came later have nothing that trains."""
+        return [write_group(group) for group in optimizer.param_groups[: self._group_counts[number]]]
+
+    def _refuse_other_groups(self, number: int, optimizer: Optimizer) -> None:
+        now = {p: (number, group) for group, each in enumerate(optimizer.param_groups) for p in each["params"]}
+        for each in self._parameters:
+            if each.optimizer == number and now.get(each.parameter) != self._known[each.parameter]:
+                raise ConfigError(
+                    f'plan: sync = "{self._text}": a parameter of shape {list(each.parameter.shape)} is no more '
+                    f"in group {each.group} of its optimizer, where servers have it",
+                    remedy="leave parameters in their groups; one with requires_grad = False does not train",
+                )
+
     def _pull(self, *, with_states: bool) -> list[ServerMessage]:
         value = {"do": "pull", "version": self._version, "states": with_states}
         return self._ask_all([value] * len(self._pieces), keeps=False)
 
     def _send_all(self, optimizers: Sequence[Optimizer]) -> None:
         values, tensors = [], []
-        said = [{"class": type(each).__name__, "groups": [write_group(group) for group in each.param_groups]}
-                for each in optimizers]  # fmt: skip
+        said = [{"class": type(each).__name__, "groups": self._groups_of(number, each)}
+                for number, each in enumerate(optimizers)]  # fmt: skip
         for pieces in self._pieces:
             parts = [part_of(self._parameters[piece.parameter].parameter, piece) for piece in pieces]
             of, states = [], []
@@ -202,17 +230,29 @@ class RemoteModel:
         return wait_for(clients, self._here.timeout_seconds)
 
     @torch.no_grad()
-    def _write(self, replies: Sequence[ServerMessage]) -> list[dict[str, Any]]:
-        """Give the model the parameters of `replies`, by server; return the states that came with them."""
+    def _write(self, replies: Sequence[ServerMessage]) -> None:
+        """Give the model the parameters of `replies`, by server."""
+        for pieces, reply in zip(self._pieces, replies, strict=True):
+            for piece, values in zip(pieces, reply.tensors, strict=False):
+                put_part(self._parameters[piece.parameter].parameter, piece, values)
+        self.bit_sums = bit_sums(self.parameters)
+
+    @torch.no_grad()
+    def _fill_states(self, replies: Sequence[ServerMessage], but_for: Collection[Optimizer]) -> None:
+        """Give optimizers the states that came with `replies`, where they have none."""
         states: list[dict[str, Any]] = [{} for _ in self._parameters]
         for pieces, reply in zip(self._pieces, replies, strict=True):
             rest = list(reply.tensors[len(pieces) :])
-            for piece, values in zip(pieces, reply.tensors, strict=False):
-                put_part(self._parameters[piece.parameter].parameter, piece, values)
-            for piece, written in zip(pieces, reply.values["states"], strict=False):
+            for piece, written in zip(pieces, reply.values["states"], strict=True):
                 parameter = self._parameters[piece.parameter].parameter
                 join_state(states[piece.parameter], parameter, piece, written, rest)
-        return states
+        for each, state in zip(self._parameters, states, strict=True):
+            optimizer = self._seen_optimizers[each.optimizer]()
+            if optimizer is None or optimizer in but_for or not state or optimizer.state.get(each.parameter):
+                continue
+            optimizer.state[each.parameter] = {
+                name: _as_torch_keeps(name, value, each.parameter) for name, value in state.items()
+            }
 
     def _drop_states(self) -> None:
         for optimizer in self.optimizers():

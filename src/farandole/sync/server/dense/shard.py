@@ -141,6 +141,11 @@ class DenseShard:
                 self._step(pushes, [weight for _, _, weight in of], entry["rate"])
             except FarandoleError as problem:
                 self._failed = problem
+            except Exception as problem:  # a server that died of it would be restored, and die of it again
+                self._failed = ConfigError(
+                    f"a server cannot make step {pushes[0].values['step']}: {type(problem).__name__}: {problem}",
+                    remedy="change no more in the groups of an optimizer than learning rates and the like",
+                )
         self._check_lost()
 
     def _check_lost(self) -> None:
