@@ -14,6 +14,10 @@ from ..server.message import ServerMessage
 from .index import IdIndex
 from .links import RowLinks
 
+Mark = tuple[tuple[int, int], ...]
+"""By server which life of its table it was, and the version. A restored server applies pushes that come again in
+another order, so its versions are those of another life."""
+
 
 @dataclass(frozen=True)
 class RowChanges:
@@ -27,7 +31,9 @@ class RowChanges:
     """Ids that have no row any more."""
     is_whole: bool
     """These are all rows: what a copy had before is void."""
-    mark: tuple[int, ...]
+    since: Mark | None
+    """The mark from which on these are the changes."""
+    mark: Mark
     """For the next call."""
     at_seconds: float
     """When they were asked for, by `time.monotonic`: rows have all that was applied before."""
@@ -38,26 +44,29 @@ class RowChanges:
         return self.ids.nbytes + self.rows.nbytes + self.removed.nbytes
 
 
-def read_changes(links: RowLinks, mark: tuple[int, ...] | None) -> RowChanges:
+def read_changes(links: RowLinks, mark: Mark | None) -> RowChanges:
     """Ask all servers. Raises `ConfigError` for a mark of another number of servers."""
     if mark is not None and len(mark) != links.count:
         raise ConfigError(
             f"a mark of {len(mark)} servers, but the table has {links.count}", remedy="begin with None"
         )
     began = time.monotonic()
-    since = mark if mark is not None else (-1,) * links.count
-    replies = _ask(links, since)
+    nothing: Mark = ((-1, -1),) * links.count
+    replies = _ask(links, nothing if mark is None else mark)
     if mark is not None and any(each.values["whole"] for each in replies):
-        replies = _ask(links, (-1,) * links.count)  # a copy begins anew as a whole: shards do not know its ids
+        replies = _ask(links, nothing)  # a copy begins anew as a whole: shards do not know its ids
     return RowChanges(
         torch.cat([each.tensors[0] for each in replies]), torch.cat([each.tensors[1] for each in replies]),
         torch.cat([each.tensors[2] for each in replies]), all(each.values["whole"] for each in replies),
-        tuple(each.values["version"] for each in replies), began,
+        mark, tuple((each.values["life"], each.values["version"]) for each in replies), began,
     )  # fmt: skip
 
 
-def _ask(links: RowLinks, since: tuple[int, ...]) -> list[ServerMessage]:
-    requests = {number: ServerMessage({"do": "changes", "since": each}) for number, each in enumerate(since)}
+def _ask(links: RowLinks, since: Mark) -> list[ServerMessage]:
+    requests = {
+        number: ServerMessage({"do": "changes", "life": life, "since": version})
+        for number, (life, version) in enumerate(since)
+    }
     replies = links.call(requests, keeps=False)
     return [replies[number] for number in range(links.count)]
 
@@ -75,7 +84,7 @@ class RowCopy(nn.Module):
         self._rows = torch.zeros(0, dim, dtype=dtype)
         self._index, self._count = IdIndex(), 0
         self._at_seconds = float("-inf")
-        self.mark: tuple[int, ...] | None = None
+        self.mark: Mark | None = None
         """What the next `changes_since` is asked for."""
 
     def __len__(self) -> int:
@@ -88,7 +97,17 @@ class RowCopy(nn.Module):
         return time.monotonic() - self._at_seconds
 
     def update(self, changes: RowChanges) -> None:
-        """Take changes since `mark`; all of them or none."""
+        """Take changes since `mark`; all of them or none.
+
+        Raises `ConfigError` for rows of another dim, and changes that are not those since `mark`.
+        """
+        if changes.rows.shape[1] != self._rows.shape[1]:
+            raise ConfigError(f"rows of {changes.rows.shape[1]}, but the copy has dim = {self._rows.shape[1]}")
+        if not changes.is_whole and changes.since != self.mark:
+            raise ConfigError(
+                f"changes since {changes.since}, but the copy is of {self.mark}, so it would miss some",
+                remedy="copy.update(table.changes_since(copy.mark)), each time",
+            )
         if changes.is_whole:
             self._index, self._count = IdIndex(), 0
         ids = changes.ids.numpy()

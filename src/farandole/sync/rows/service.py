@@ -7,6 +7,7 @@ waited for no more; a step that it has pushed whole counts. Without it each push
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ class RowService:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.shard = RowShard(RowRules(**config["rules"]))
+        self._life = secrets.randbits(62)
+        """Not in `state`: see `copies.Mark`."""
         self._in_rounds = config["staleness"] == 0
         self._live = set(config["ranks"])
         self._pushes: dict[int, deque[tuple[Push, float]]] = {rank: deque() for rank in sorted(self._live)}
@@ -165,11 +168,11 @@ class RowService:
         """Return rows that changed after a version, and ids that were removed; all rows if that is not known."""
         shard, since = self.shard, request.values["since"]
         shard.expire(time.time())
-        is_whole = since < shard.removed_from or since > shard.version
+        is_whole = request.values["life"] != self._life or not shard.removed_from <= since <= shard.version
         at = np.flatnonzero(shard.rows.touched > (-1 if is_whole else since))
         ids, versions = shard.removed
         removed = np.empty(0, np.int64) if is_whole else ids[versions >= since]
-        values = {"version": shard.version, "whole": is_whole}
+        values = {"version": shard.version, "life": self._life, "whole": is_whole}
         rows = shard.rows.values.index_select(0, torch.from_numpy(at))
         return ServerMessage(
             values, [torch.from_numpy(shard.rows.ids[at]), rows, torch.from_numpy(removed.copy())]

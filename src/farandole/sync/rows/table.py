@@ -29,7 +29,7 @@ from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ..server.message import ServerMessage
-from .copies import RowChanges, read_changes
+from .copies import Mark, RowChanges, read_changes
 from .hashing import key_of
 from .links import LocalShards, RowLinks, RowServers, ServerShards
 from .optimizers import RowOptimizer
@@ -166,7 +166,7 @@ class RowTable(nn.Module):
 
         optimizer.register_step_post_hook(step_too)
 
-    def changes_since(self, mark: tuple[int, ...] | None = None) -> RowChanges:
+    def changes_since(self, mark: Mark | None = None) -> RowChanges:
         """Return the rows that were trained since `mark`, the one of the last call's result, and removed ids.
 
         None: all rows. See `RowCopy`, which takes them.

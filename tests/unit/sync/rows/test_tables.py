@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ from torch import nn
 import farandole as fd
 from farandole.sync.rows.copies import RowCopy
 from farandole.sync.rows.optimizers import RowOptimizer
+from farandole.sync.rows.service import RowService
+from farandole.sync.rows.shard import RowRules
 from farandole.sync.rows.table import RowTable
+from farandole.sync.server.message import ServerMessage
 
 IDS, DIM = 40, 5
 
@@ -270,3 +274,40 @@ def test_bytes_are_those_of_the_formula(admit: int) -> None:
     assert found.pushed_rows == found.pulled_rows
     assert found.pushed_rows * 64 * 4 < found.pushed_bytes <= 1.1 * found.pushed_rows * (64 * 4 + 8)
     assert found.pulled_bytes <= 1.1 * found.pulled_rows * (64 * 4 + 8)
+
+
+def test_a_copy_misses_no_change() -> None:
+    """Not by a mark of another table or another life of a server, nor by an update that was left out."""
+    made, served = table(optimizer="sgd:lr=1"), RowCopy(DIM, dtype=torch.float64)
+
+    def train(other: RowTable, *ids: int) -> None:
+        for each in ids:
+            other(torch.tensor([each])).sum().backward()
+            other.step()
+
+    train(made, 1, 2)
+    served.update(made.changes_since(served.mark))
+    left_out = made.changes_since(served.mark)
+    train(made, 3)
+    left_out = made.changes_since(left_out.mark)
+    train(made, 4)
+    with pytest.raises(fd.ConfigError, match="so it would miss some"):
+        served.update(made.changes_since(left_out.mark))
+    with pytest.raises(fd.ConfigError, match="but the copy has dim = 1"):
+        RowCopy(1).update(left_out)
+    served.update(made.changes_since(served.mark))
+    torch.testing.assert_close(served(torch.arange(5)[1:]), rows_of(made)[1:5])
+    other = table(optimizer="sgd:lr=1")
+    train(other, 9, 1, 1, 1, 1)
+    served.update(other.changes_since(served.mark))
+    assert torch.equal(served(torch.tensor([1, 9])), rows_of(other)[[1, 9]])
+    assert len(served) == 2
+    service = RowService(
+        config := {"rules": asdict(RowRules(1, "sgd", 1, None, 0.0, 0)), "ranks": [0], "staleness": None}
+    )
+    restored = RowService(config)
+    restored.load(service.state())
+    lives = [
+        each.handle(0, ServerMessage({"do": "changes", "life": -1, "since": -1})) for each in (service, restored)
+    ]
+    assert len({each.values["life"] for each in lives if each is not None}) == 2
