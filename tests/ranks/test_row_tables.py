@@ -123,6 +123,8 @@ def test_what_ranks_say_differently_is_an_error_on_all() -> None:
     table = fd.RowTable("a", DIM, optimizer="adagrad", staleness=0)
     with pytest.raises(fd.Mismatch, match="table 'a' is made in two ways"):
         fd.RowTable("a", DIM + 1)
+    with pytest.raises(fd.ConfigError, match="two would share its rows"):
+        fd.RowTable("a", DIM, optimizer="adagrad", staleness=0)
     with pytest.raises(fd.ConfigError, match="servers = 3, but those of this job have 1"):
         fd.RowTable("b", DIM, servers=3)
     with pytest.raises(fd.ConfigError, match="with states of"):
@@ -132,6 +134,19 @@ def test_what_ranks_say_differently_is_an_error_on_all() -> None:
         table.step()
         table(torch.tensor([3]))
     all_gather_json(world, "seen", 0)
+
+
+@ranks(2)
+def test_a_table_is_restored_after_what_was_pushed_before() -> None:
+    world = fd.init()
+    table = fd.RowTable("a", DIM, optimizer="sgd:lr=1", init_std=0.0)
+    if world.rank:
+        time.sleep(0.5)
+        table(torch.tensor([5])).sum().backward()
+        table.step()
+    table.restore(alone("a", dim=DIM, optimizer="sgd").snapshot() if world.rank == 0 else {})
+    assert rows_of(table).eq(0).all()
+    all_gather_json(world, "read", 0)
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ...comm.world.world import World
@@ -53,6 +53,8 @@ class RowServers:
     asked: int
     """How many servers were asked for; 0: one on each host."""
     connections: ServerConnections
+    names: set[str] = field(default_factory=set)
+    """Tables that this rank has made."""
 
     @classmethod
     def of(cls, here: World, servers: int) -> RowServers:
@@ -91,6 +93,12 @@ class ServerShards:
         self._servers, self._name = servers, name
         self.count = len(servers.connections.clients)
         self.call(dict.fromkeys(range(self.count), ServerMessage({"do": "open", "config": config})), keeps=True)
+        if name in servers.names:
+            raise ConfigError(
+                f"this job has a table {name!r}, and two would share its rows",
+                remedy="use that one in both places, or give the second another name",
+            )
+        servers.names.add(name)
 
     def call(self, requests: Mapping[int, ServerMessage], *, keeps: bool) -> dict[int, ServerMessage]:
         """See `RowLinks`. Raises `CommError` where a server is gone for good, and what it refuses."""

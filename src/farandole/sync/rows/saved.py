@@ -41,6 +41,15 @@ def put_rows(exchange: RowMessages, saved: Mapping[str, torch.Tensor], state_wid
             f"saved are rows of {shapes[0]} {saved['rows'].dtype} with states of {shapes[1]}, "
             f"expected ({dim},) {dtype} with ({state_width},)"
         )
+    for names in (_ROWS, _WAITING):
+        keys, lengths = saved[names[0]], [len(saved[name]) for name in names]
+        if (
+            len(set(lengths)) > 1
+            or keys.dtype != torch.int64
+            or bool((keys < 0).any())
+            or len(keys.unique()) < len(keys)
+        ):
+            return f"{names} of {lengths} rows, with ids of {keys.dtype}: expected as many of each, and ids once"
     links.call(dict.fromkeys(range(links.count), ServerMessage({"do": "clear"})), keeps=True)
     at_once = max(1, MOST_MESSAGE_BYTES // ((dim + state_width) * dtype.itemsize + 16))
     for what, names in (("put", _ROWS), ("put_waiting", _WAITING)):

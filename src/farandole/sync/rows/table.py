@@ -15,6 +15,7 @@ summed. The server's optimizer makes the step (`optimizers`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn
@@ -121,6 +122,7 @@ class RowTable(nn.Module):
         )
         self._gradients: list[_Gradient] = []
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of `ids`, integers of any shape, as shape + (dim,), on the device of `ids`.
 
@@ -153,10 +155,14 @@ class RowTable(nn.Module):
 
         Raises:
             FarandoleError: a gradient is not finite, so nothing is applied.
+            ConfigError: `lr` is not a finite number from 0.
         """
+        lr = float(self.lr)
+        if not 0 <= lr < math.inf:
+            raise ConfigError(f"table {self.name!r}: lr = {lr}, expected a finite number from 0")
         ids, grads, counts = self._take_gradients(grad_scale)
         weight = 1.0 if self._world is None else self._world.session.batch_weight.factor
-        self._exchange.push(ids, grads, counts, lr=self.lr, weight=weight)
+        self._exchange.push(ids, grads, counts, lr=lr, weight=weight)
 
     def attach(self, optimizer: Optimizer) -> None:
         """Make a `step` after each ``optimizer.step()``. Not for a `GradScaler`, which leaves steps out."""
@@ -180,9 +186,11 @@ class RowTable(nn.Module):
     def restore(self, saved: Mapping[str, torch.Tensor]) -> None:
         """Replace all rows by what `snapshot` returned, of any number of servers; to be called by all ranks.
 
-        Rank 0's `saved` counts. Raises `ConfigError`, on all ranks, for rows of another size.
+        Rank 0's `saved` counts. Raises `ConfigError`, on all ranks, for rows of another size or that do not fit.
         """
         self._gradients.clear()
+        if self._world is not None:  # what another rank pushed before must not come after
+            all_gather_json(self._world, f"rows of {self.name} to restore", "")
         problem = ""
         if self._world is None or self._world.rank == 0:
             problem = put_rows(self._exchange, saved, self._state_width)

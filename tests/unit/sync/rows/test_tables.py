@@ -311,3 +311,39 @@ def test_a_copy_misses_no_change() -> None:
         each.handle(0, ServerMessage({"do": "changes", "life": -1, "since": -1})) for each in (service, restored)
     ]
     assert len({each.values["life"] for each in lives if each is not None}) == 2
+
+
+def test_a_learning_rate_that_is_no_number_reaches_no_row() -> None:
+    made = table(optimizer="sgd:lr=1")
+    first = rows_of(made)
+    for lr in (float("nan"), float("inf"), -1.0):
+        made.lr = lr
+        made(torch.tensor([1])).sum().backward()
+        with pytest.raises(fd.ConfigError, match="expected a finite number from 0"):
+            made.step()
+        assert torch.equal(rows_of(made), first)
+
+
+def test_saved_rows_that_do_not_fit_change_nothing() -> None:
+    made = table(optimizer="sgd:lr=1", admit=2)
+    made(torch.tensor([1, 1, 2, 2, 3])).sum().backward()
+    made.step()
+    saved, trained = made.snapshot(), rows_of(made)
+    for wrong in (
+        {"ids": saved["ids"][:1].repeat(2)}, {"ids": saved["ids"].int()}, {"ids": -saved["ids"]},
+        {"used": saved["used"][:1]}, {"waiting_counts": saved["waiting_counts"][:0]},
+    ):  # fmt: skip
+        with pytest.raises(fd.ConfigError, match="expected as many of each, and ids once"):
+            made.restore({**saved, **wrong})
+    assert torch.equal(rows_of(made), trained)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch.compile
+def test_a_compiled_function_trains_a_table() -> None:
+    made = table(optimizer="sgd:lr=1")
+    first = rows_of(made)
+    run = torch.compile(lambda ids: (2 * made(ids)).sum(), backend="eager")
+    for ids in ([1, 2], [2, 3, 3]):
+        run(torch.tensor(ids)).backward()
+        made.step()
+    torch.testing.assert_close(rows_of(made)[:4], first[:4] - torch.tensor([[0.0], [2.0], [4.0], [4.0]]))
