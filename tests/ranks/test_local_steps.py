@@ -744,3 +744,34 @@ def test_front_ends_that_save_by_themselves_refuse_it() -> None:
     model = mlp()
     with pytest.raises(PlanError, match=r"for loops that call farandole\.distribute themselves"):
         distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(sync="local:H=2"))
+
+
+class Outer(Optimizer):
+    """Steps another one within its own step."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step the other one."""
+        self.inner.step()
+
+
+@pytest.mark.parametrize("sync", ["local:H=2", "server"])
+@ranks(2)
+def test_an_optimizer_that_was_made_later_is_refused_and_a_wrapper_is_not(sync: str) -> None:
+    fd.init()
+    model, other = nn.Linear(4, 2), nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fd.distribute(model, optimizer, fd.Plan(sync=sync))
+    for each in (model, other):
+        each(torch.ones(3, 4)).sum().backward()
+    Outer(optimizer).step()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    model(torch.ones(3, 4)).sum().backward()
+    with pytest.raises(ConfigError, match=r"a Adam that farandole.distribute was not given"):
+        torch.optim.Adam(model.parameters()).step()
+    fd.drain(model)
+    fd.shutdown()
+    torch.optim.Adam(model.parameters()).step()

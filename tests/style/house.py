@@ -57,7 +57,8 @@ the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 
 190 for codec auto on a device; 70 for a check of its named operations; 2,080 for servers that hold parameters:
 processes and their protocol, requests applied once, snapshots, bounded staleness;
 1,045 for tables of rows by id at servers: index, shards, optimizers of rows, rounds of pushes, snapshots, copies;
-50 for servers that keep states when parameters are loaded or changed, and that do not die of one request for ever; 50 so that an optimizer that was made later steps with all ranks or not at all.
+50 for servers that keep states when parameters are loaded or changed, and that do not die of one request for ever;
+50 so that an optimizer that was made later steps with all ranks or not at all.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -44,6 +44,7 @@ from .mesh import Mesh, make_mesh
 from .optim.bf16_parameters import narrow_parameters, round_steps, widen_parameters
 from .optim.disk_states import reserve_states
 from .optim.one_bit_adam import OneBitAdam
+from .optim.other_optimizers import OtherOptimizers
 from .optim.scaler_watch import ScalerWatch
 from .optim.several_exchanges import SeveralExchanges
 from .optim.step_hooks import BeforeStep, Clipping, StepExchange
@@ -298,14 +299,10 @@ def _make_policy(
     seen_model = weakref.ref(model)
     end = partial(_end_reducer, seen_model) if SyncSpec.parse(plan.sync).exchanges_gradients else None
     policy = _policies[model] = make(
-        mesh.replicas,
-        model,
-        optimizers,
-        plan,
-        buffers=buffers,
-        end_every_step=end,
+        mesh.replicas, model, optimizers, plan, buffers=buffers, end_every_step=end,
         tuner=partial(_tuner_of, seen_model),
-    )
+    )  # fmt: skip
+    OtherOptimizers(model, optimizers, policy_of)
     model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict))
     model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded))
 

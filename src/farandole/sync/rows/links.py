@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from ...comm.world.world import World
-from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ..server.client import wait_for
 from ..server.dense.connect import ServerConnections, ServerLayout, start_and_connect
 from ..server.message import ServerMessage
@@ -38,11 +38,17 @@ class LocalShards:
 
     def call(self, requests: Mapping[int, ServerMessage], *, keeps: bool) -> dict[int, ServerMessage]:
         """See `RowLinks`."""
-        replies = {}
+        replies, problem = {}, None
         for number, request in requests.items():
-            reply = self.services[number].handle(0, request)
+            try:
+                reply = self.services[number].handle(0, request)
+            except FarandoleError as found:  # all shards hear of it
+                problem = problem or found
+                continue
             assert reply is not None, "one rank waits for no other"
             replies[number] = reply
+        if problem is not None:
+            raise problem
         return replies
 
 

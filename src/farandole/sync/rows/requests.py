@@ -65,6 +65,9 @@ class RowMessages:
         """
         if not len(ids) and not self._in_rounds:
             return
+        finite = torch.isfinite(grads).all(1)
+        not_finite = None if bool(finite.all()) else int(ids[int((~finite).nonzero()[0])])
+        """The first such row: no shard applies its part."""
         owner = owners(ids, self.owner_key, self.links.count)
         at_once = max(1, MOST_MESSAGE_BYTES // (self.dim * self.dtype.itemsize + 16))
         places = {server: np.flatnonzero(owner == server) for server in range(self.links.count)}
@@ -77,6 +80,7 @@ class RowMessages:
                 part, more = at[begin : begin + at_once], len(at) > begin + at_once
                 first, steps = pack_ids(ids[part])
                 values = {"do": "push", "first": first, "more": more, "lr": lr, "weight": weight,
+                          "not_finite": not_finite,
                           "read": self._read.get(server, self._versions[server])}  # fmt: skip
                 tensors = [steps, grads if len(part) == len(ids) else grads[torch.from_numpy(part)]]
                 requests[server] = ServerMessage(

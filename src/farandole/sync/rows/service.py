@@ -130,10 +130,10 @@ class RowService:
         if values["more"]:
             return ServerMessage({})
         push = _join(self._parts.pop(client))
-        if not bool(torch.isfinite(push.grads).all()):
-            at = int((~torch.isfinite(push.grads)).any(1).nonzero()[0])
+        if values["not_finite"] is not None:  # here or on another shard
             problem = FarandoleError(
-                f"the gradient of row {push.ids[at]}, pushed by rank {client}, is not finite, and is not applied",
+                f"the gradient of row {values['not_finite']}, pushed by rank {client}, is not finite, and is not "
+                "applied",
                 remedy="find where the loss overflows; with a GradScaler step only where it did",
             )
             self._broken = problem if self._in_rounds else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,15 @@ def push(
 ) -> ServerMessage:
     first, steps = pack_ids(np.array(ids, np.int64))
     grads = torch.full((len(ids), 2), value).double()
-    values = {"do": "push", "first": first, "more": more, "lr": lr, "weight": weight, "read": 0}
+    values = {
+        "do": "push",
+        "first": first,
+        "more": more,
+        "lr": lr,
+        "weight": weight,
+        "read": 0,
+        "not_finite": None if math.isfinite(value) else ids[0],
+    }
     return ServerMessage(values, [steps, grads, torch.ones(len(ids), dtype=torch.uint8)])
 
 

@@ -252,6 +252,22 @@ def test_what_is_wrong_is_refused_by_name() -> None:
     assert torch.equal(rows_of(made), before)
 
 
+@pytest.mark.parametrize("staleness", [0, None])
+def test_a_gradient_that_is_not_finite_is_applied_on_no_shard(staleness: int | None) -> None:
+    made = table(optimizer="sgd:lr=1", servers=3, staleness=staleness)
+    ids = torch.arange(20)
+    before = made(ids).detach().clone()
+    (made(ids).sum(1) * torch.tensor([1.0] * 13 + [float("inf")] + [1.0] * 6)).sum().backward()
+    with pytest.raises(fd.FarandoleError, match="gradient of row 13, pushed by rank 0, is not finite"):
+        made.step()
+    if staleness is None:
+        assert torch.equal(made(ids), before)
+        return
+    for each in range(20):
+        with pytest.raises(fd.FarandoleError, match="gradient of row 13"):
+            made(torch.tensor([each]))
+
+
 def test_large_ids_and_empty_batches() -> None:
     made = table(optimizer="sgd:lr=1", servers=3)
     ids = torch.tensor([2**63 - 1, 0, 2**40, 2**63 - 2])
