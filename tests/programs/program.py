@@ -128,7 +128,7 @@ def draw(seed: int) -> Program:
         scaler=pick.choice(("none",) * 5 + ("steady", "overflow", "growing")),
         data=pick.choice(("even", "even", "uneven", "ahead")),
         disturbance="none" if chance(0.4) else pick.choice(DISTURBANCES),
-        route=pick.choice(("auto", "auto", "flat", "flat", "server", "sharded_server")),
+        route=pick.choice(("auto", "auto", "auto", "flat", "flat", "flat")),
         codec=pick.choice((*LOSSY, "auto")) if lossy else pick.choice(("none",) * 7 + ("auto",)),
         feedback=chance(0.8),
         bucket_bytes=pick.choice((200, 3000, 4 * 2**20)),
@@ -145,8 +145,6 @@ def draw_sharded(seed: int) -> Program:
     change: dict[str, object] = {"stage": 1 + seed % 2, "codec": "none", "closure": False}
     if program.optimizer in ("lbfgs", "two_passes"):
         change["optimizer"] = "adamw"
-    if program.route in ("server", "sharded_server"):
-        change["route"] = "flat"
     blocks = tuple("embedding" if block == "sparse_embedding" else block for block in program.blocks)
     return sensible(dataclasses.replace(program, blocks=blocks, **change))  # type: ignore[arg-type]
 
@@ -241,8 +239,6 @@ def _data(program: Program) -> Program:
         change["blocks"] = ("linear",)
     if program.disturbance == "throw_away" and program.accumulate and program.zero == "zeros":
         change["disturbance"] = "none"  # nobody sees that zeros are no gradients: see docs/limits.md
-    if program.route in ("server", "sharded_server") and program.codec != "none":
-        change["route"] = "flat"
     return dataclasses.replace(program, **change)  # type: ignore[arg-type]
 
 

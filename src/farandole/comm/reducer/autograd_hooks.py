@@ -287,7 +287,7 @@ class BackwardPasses:
         parts = self._parts
         wait_begin = time.monotonic()
         self._record_backward(wait_begin)
-        parts.wait(self.steps_begun, self.exchanges_done)
+        parts.in_flight.wait(self.steps_begun, self.exchanges_done, parts.marks)
         if parts.buckets.carry_over.is_active:
             parts.buckets.settle_carry_over()
         wait_end = time.monotonic()

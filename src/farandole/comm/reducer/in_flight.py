@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
 from ...core.vocabulary.rank_lists import name_ranks
+from ..autotune.on_device import DeviceMeasures
 from ..buckets.bucket import Bucket, Waitable
 from ..buckets.bucket_set import BucketSet
 from ..collectives.backend import start_all_reduce
@@ -162,11 +163,15 @@ class InFlightBuckets:
 
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, steps_begun: int, exchanges_done: int) -> None:
-        """Wait for everything, and put it where it belongs. The arguments are for the error's text.
+    def wait(self, steps_begun: int, exchanges_done: int, marks: DeviceMeasures | None = None) -> None:
+        """Wait for everything, and put it where it belongs. The numbers are for the error's text.
+
+        `marks`: where steps on a device are profiled.
 
         Raises `Mismatch`, on all ranks, and leaves the sums where they are, when these are of different steps.
         """
+        if marks is not None:
+            marks.wait_begins()
         for position, work in enumerate(self._works):
             try:
                 work.wait()
@@ -183,6 +188,8 @@ class InFlightBuckets:
         for bucket in self._set.buckets:
             bucket.finalize()
         self.drop()
+        if marks is not None:
+            marks.wait_ends()
 
     def _compare_steps(self, own: list[int], exchanges_done: int) -> None:
         """Raise `Mismatch`, on all ranks, if this exchange was of different steps; on a device the one before."""

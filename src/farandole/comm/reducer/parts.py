@@ -152,14 +152,6 @@ class ReducerParts:
         self.buckets.codecs.set_default_codec(lines, always=False)
         self.buckets.rebuild_buckets(changed, keys.bucket_bytes, lines, first_bucket_bytes=keys.first_bucket_bytes)
 
-    def wait(self, steps_begun: int, exchanges_done: int) -> None:
-        """See `InFlightBuckets.wait`."""
-        if self.marks is not None:
-            self.marks.wait_begins()
-        self.in_flight.wait(steps_begun, exchanges_done)
-        if self.marks is not None:
-            self.marks.wait_ends()
-
     def take_times(self, timings: PassTimings) -> None:
         """Tell who tunes of an exchange, and switch to what codec "auto" chooses."""
         if self.log is not None:
