@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,43 +24,16 @@ from farandole.parallel.apply import policy_of, reducer_of
 from farandole.sync.local_steps import LocalSteps
 from farandole.sync.measured import TIMED_STEPS, MeasuredSync
 from farandole.train.tune.switching import why_not
+from tests.ranks import sync_loop
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
+from tests.ranks.sync_loop import OPTIMIZERS, WHOLE, distributed, train
 
-MakeOptimizer = Callable[[Any], Optimizer]
-STEPS, WHOLE = 23, 12
-OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "plain": lambda p: torch.optim.SGD(p, 0.05, weight_decay=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, 0.05),
-}
+STEPS = 23
 
 
 def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return joined batches, of samples of their own each."""
-    x, y = (each.double() for each in data(WHOLE * steps))
-    return list(zip(x.split(WHOLE), y.split(WHOLE), strict=True))
-
-
-def train(
-    model: nn.Module, optimizer: Optimizer, joined: list[tuple[torch.Tensor, torch.Tensor]],
-    after: Callable[[int], object] = lambda step: None,
-) -> None:  # fmt: skip
-    """Train on this rank's parts of the batches, with the loop of any other plan."""
-    world = fd.world()
-    for step, (x, y) in enumerate(joined, start=1):
-        nn.functional.mse_loss(model(x.chunk(world.size)[world.rank]), y.chunk(world.size)[world.rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after(step)
-
-
-def distributed(sync: str, kind: str = "sgd", **keys: Any) -> tuple[nn.Sequential, Optimizer]:
-    model = mlp().double()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    fd.distribute(model, optimizer, fd.Plan(sync=sync, **keys))
-    return model, optimizer
+    return sync_loop.batches(steps)
 
 
 def local_steps(model: nn.Module) -> LocalSteps:

@@ -24,42 +24,17 @@ from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PeerLost, PlanError
 from farandole.parallel.apply import policy_of
 from farandole.sync.server.dense.policy import ServerSync
+from tests.ranks import sync_loop
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_close, data, mlp
+from tests.ranks.sync_loop import OPTIMIZERS, distributed
 
-STEPS, WHOLE = 9, 12
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "plain": lambda p: torch.optim.SGD(p, 0.05),
-    "adamw": lambda p: torch.optim.AdamW(p, 0.01, betas=(0.8, 0.95)),
-}
+STEPS = 9
+train = partial(sync_loop.train, decay=0.97)
 
 
 def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    x, y = (each.double() for each in data(WHOLE * steps))
-    return list(zip(x.split(WHOLE), y.split(WHOLE), strict=True))
-
-
-def train(
-    model: nn.Module, optimizer: Optimizer, joined: list[tuple[torch.Tensor, torch.Tensor]],
-    after: Callable[[int], object] = lambda step: None, *, alone: bool = False,
-) -> None:  # fmt: skip
-    """Train on this rank's parts of the batches, or alone on whole ones, with a schedule of the learning rate."""
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    rank, size = (0, 1) if alone else (fd.world().rank, fd.world().size)
-    for step, (x, y) in enumerate(joined, start=1):
-        nn.functional.mse_loss(model(x.chunk(size)[rank]), y.chunk(size)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        after(step)
-
-
-def distributed(sync: str, kind: str = "sgd", **keys: Any) -> tuple[nn.Sequential, Optimizer]:
-    model = mlp().double()
-    optimizer = OPTIMIZERS[kind](model.parameters())
-    fd.distribute(model, optimizer, fd.Plan(sync=sync, **keys))
-    return model, optimizer
+    return sync_loop.batches(steps)
 
 
 def policy(model: nn.Module) -> ServerSync:
@@ -244,7 +219,7 @@ def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:
 @ranks(2)
 def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_are_an_error() -> None:
     world = fd.init()
-    model, optimizer = distributed("server:staleness=0", "plain")
+    model, optimizer = distributed("server:staleness=0", "bare")
     train(model, optimizer, batches(2))
     model.load_state_dict(mlp(seed=3).double().state_dict())
     train(model, optimizer, batches(2))
@@ -306,7 +281,7 @@ def test_groups_that_servers_cannot_follow_are_an_error_and_never_a_server_that_
 @ranks(2)
 def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
     world = fd.init()
-    model, optimizer = distributed("server:staleness=0", "plain")
+    model, optimizer = distributed("server:staleness=0", "bare")
     train(model, optimizer, batches(1))
     optimizer.param_groups[0]["lr"] = 0.1 + world.rank
     with pytest.raises(Mismatch, match=r"with \[0.1\] and optimizer 0 with \[1.1\]"):
@@ -316,7 +291,7 @@ def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
 @ranks(2)
 def test_other_numbers_of_steps_are_an_error_on_all_ranks() -> None:
     world = fd.init()
-    model, optimizer = distributed("server:staleness=0", "plain")
+    model, optimizer = distributed("server:staleness=0", "bare")
     goes_on = partial(train, model, optimizer, batches(1)) if world.rank == 1 else partial(fd.drain, model)
     with pytest.raises(Mismatch, match=r"'fd\.drain' on rank 0, 'makes a step' on rank 1"):
         goes_on()
@@ -346,7 +321,7 @@ def test_what_servers_cannot_train_is_refused_by_name() -> None:
 @ranks(2)
 def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
     fd.init()
-    model, optimizer = distributed("server:staleness=0", "plain")
+    model, optimizer = distributed("server:staleness=0", "bare")
     with pytest.raises(ConfigError, match=r"step\(closure\)"):
         optimizer.step(lambda: 1.0)
     with fd.averaged(model), pytest.raises(ConfigError, match=r"inside fd\.averaged"):
@@ -379,7 +354,7 @@ def test_uneven_batches_of_a_loader_with_workers_and_two_optimizers_train_as_one
 @ranks(2)
 def test_a_server_that_cannot_be_restored_is_an_error_on_all_ranks() -> None:
     world = fd.init()
-    model, optimizer = distributed("server:staleness=1", "plain")
+    model, optimizer = distributed("server:staleness=1", "bare")
     train(model, optimizer, batches(1))
     fd.drain(model)
     all_gather_json(world, "all are here", 0)

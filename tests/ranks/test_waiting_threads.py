@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import farandole as fd
+from farandole.comm.named_ops.channel.channel import ControlChannel
 from farandole.comm.named_ops.control.stall_inspector import main_thread_place
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations.operation import PendingTicket
 from farandole.comm.named_ops.operations.request import Request, Ticket
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import CommError
 from tests.ranks.pool import ranks
 from tests.ranks.test_negotiate import engine, run, switches
@@ -29,6 +31,15 @@ LOOP = 300
 
 def submit(on: NamedOpsEngine, name: str) -> Ticket:
     return on.submit([Request(name, "allreduce", ONE)])[0]
+
+
+def engine_and_links(world: World) -> tuple[NamedOpsEngine, ControlChannel]:
+    """Return an engine after its first operation, and its control connections, to put faults into."""
+    it = NamedOpsEngine(world)
+    run(it, "first", "allreduce", ONE)
+    links = it._controller.state.links
+    assert links is not None
+    return it, links
 
 
 def run_often(on: NamedOpsEngine) -> None:
@@ -133,10 +144,7 @@ def test_a_signal_handler_that_comes_within_the_engine_is_refused() -> None:
     """In the midst of a message it would read what its own thread has half read."""
     world = fd.init()
     for at in ("_pump_in", "send"):
-        it = NamedOpsEngine(world)
-        run(it, "first", "allreduce", ONE)
-        links = it._controller.state.links
-        assert links is not None
+        it, links = engine_and_links(world)
         said: list[str] = []
 
         def handler(number: int, frame: FrameType | None, it: NamedOpsEngine = it, said: list[str] = said) -> None:
@@ -165,10 +173,7 @@ def test_a_signal_handler_that_comes_within_the_engine_is_refused() -> None:
 @ranks(2)
 def test_an_interrupt_while_an_operation_is_announced_ends_the_engine_on_all_ranks() -> None:
     world = fd.init()
-    it = NamedOpsEngine(world)
-    run(it, "first", "allreduce", ONE)
-    links = it._controller.state.links
-    assert links is not None
+    it, links = engine_and_links(world)
     if world.rank == 0:
         send = links.send
 
@@ -215,10 +220,7 @@ def test_a_wait_that_is_broken_off_may_be_repeated() -> None:
 def test_an_interrupt_while_messages_are_read_ends_the_engine_on_all_ranks() -> None:
     """What was read is lost: to go on would be wrong."""
     world = fd.init()
-    it = NamedOpsEngine(world)
-    run(it, "first", "allreduce", ONE)
-    links = it._controller.state.links
-    assert links is not None
+    it, links = engine_and_links(world)
     if world.rank == 0:
         feed, peer = links._pump_in, links.by_rank[1]
 

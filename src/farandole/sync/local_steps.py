@@ -24,6 +24,7 @@ from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
 from .meetings import Meetings
+from .refuse_step import refuse_step
 
 
 class LocalSteps:
@@ -76,16 +77,7 @@ class LocalSteps:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`. Raises `ConfigError`."""
         if not self.is_local:
             return
-        if is_scaled:
-            raise ConfigError(
-                f'plan: sync = "{self._text}" with a GradScaler, which leaves out steps on some ranks alone',
-                remedy='use bfloat16 (precision = "bf16"), or leave sync out',
-            )
-        if self._is_averaged:
-            raise ConfigError(
-                "an optimizer steps inside fd.averaged, where the model has the averaged parameters",
-                remedy="leave fd.averaged before the next step",
-            )
+        refuse_step(self._text, is_scaled=is_scaled, is_averaged=self._is_averaged)
         if self._here.session.batch_weight.factor == 0.0:  # a placeholder's gradients are of samples of others
             self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
 

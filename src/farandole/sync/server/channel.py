@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import select
 import socket
 import struct
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -183,6 +185,14 @@ class ServerChannel:
             raise FrameError(f"message {self._taken} is not from our peer")
         self._taken += 1
         return Outline.read(text, self.most_bytes)
+
+
+def wait_for_any(channels: Iterable[ServerChannel], seconds: float) -> None:
+    """Sleep until something can be received or sent, for at most `seconds`."""
+    poll = select.poll()  # select() takes no file above 1,023
+    for each in channels:
+        poll.register(each.socket, select.POLLIN | (select.POLLOUT if each.has_more_to_send else 0))
+    poll.poll(1e3 * seconds)
 
 
 def open_connection(address: str, port: int, timeout_seconds: float) -> socket.socket:

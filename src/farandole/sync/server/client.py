@@ -9,7 +9,6 @@ it.
 
 from __future__ import annotations
 
-import select
 import socket
 import time
 from collections import deque
@@ -21,7 +20,7 @@ import torch
 from ...core.vocabulary import errors
 from ...core.vocabulary.errors import CommError, FarandoleError, LaunchError, PeerLost, Stalled
 from ...core.wire.framing import FrameError
-from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection
+from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection, wait_for_any
 from .loop import CONTROL
 from .message import ServerMessage
 from .start import ServerPlace, ServerProcess, last_words, restore_server
@@ -121,7 +120,7 @@ class ServerClient:
             last = bool(wait_for([self], _LEAVE_SECONDS)[0].values["last"])
             until = time.monotonic() + _CALL_SECONDS
             while last and time.monotonic() < until:
-                select.select([self.connection.socket], [], [], _LOOK_SECONDS)
+                wait_for_any([self.connection], _LOOK_SECONDS)
                 self.connection.receive()  # raises at its end
         except (OSError, FrameError, CommError):
             pass
@@ -293,7 +292,7 @@ class ServerClient:
             while not said:
                 if time.monotonic() > until:
                     raise TimeoutError("it does not answer")
-                select.select([connection], [], [], _LOOK_SECONDS)
+                wait_for_any([channel], _LOOK_SECONDS)
                 said = channel.receive()
         except BaseException:
             connection.close()
@@ -337,7 +336,5 @@ def wait_for(
                 operation=waiting[0]._operation,
                 remedy="another rank is stuck: the reply waits for its step",
             )
-        channels = [each.connection for each in (*waiting, *beside)]
-        writes = [each.socket for each in channels if each.has_more_to_send]
-        select.select([each.socket for each in channels], writes, [], _LOOK_SECONDS)
+        wait_for_any([each.connection for each in (*waiting, *beside)], _LOOK_SECONDS)
     return [each.take_reply() for each in clients]

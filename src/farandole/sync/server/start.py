@@ -11,6 +11,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import select
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +33,8 @@ _START: Final = (
     "import sys; sys.path.insert(0, sys.argv[1]); from farandole.sync.server.main import main; sys.exit(main())"
 )
 _SHOWN_LINES = 3
+START_SECONDS = 120.0
+"""For a server to listen: it imports torch first."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,19 @@ def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> t
     with suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(config) + "\n")
     with process.stdout:
-        said = process.stdout.readline()
+        poll = select.poll()
+        poll.register(process.stdout, select.POLLIN)
+        is_late = not poll.poll(1e3 * START_SECONDS)
+        said = "" if is_late else process.stdout.readline()
     if not said:
+        process.kill()
         process.wait()
+        why = last_words(place) or (f"it said nothing for {START_SECONDS:g} s" if is_late else "it was killed")
+        if not restores:
+            shutil.rmtree(directory, ignore_errors=True)
         raise LaunchError(
-            f"server {place.number} on {place.host} did not start: {last_words(place)}",
-            remedy=f"it works in {directory}",
+            f"server {place.number} on {place.host} did not start: {why}",
+            remedy=f"see that Python starts there, and that {directory.parent} can be written to",
         )
     return replace(place, port=int(json.loads(said)["port"])), process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import struct
@@ -16,7 +17,8 @@ import pytest
 import torch
 
 import farandole
-from farandole.core.vocabulary.errors import ConfigError, PeerLost
+from farandole.core.vocabulary.errors import ConfigError, LaunchError, PeerLost
+from farandole.sync.server import start
 from farandole.sync.server.client import ServerClient, wait_for
 from farandole.sync.server.loop import Limits
 from farandole.sync.server.start import ServerPlace, ServerProcess, make_directory, start_server
@@ -181,3 +183,43 @@ def test_a_server_ends_whose_starter_ends_before_any_rank_has_called(tmp_path: P
     while Path(f"/proc/{int(done.stdout)}").exists() and Path(directory).exists():
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_server_that_never_listens_is_an_error_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "START_SECONDS", 0.3)
+    for code, why in (
+        ("import time; time.sleep(60)", "it said nothing for 0.3 s"),
+        ("import sys; sys.exit('no room')", "no room"),
+        ("import os; os.kill(os.getpid(), 9)", "it was killed"),
+    ):
+        monkeypatch.setattr(start, "_START", code)
+        begin = time.monotonic()
+        with pytest.raises(LaunchError, match=f"server 0 on here did not start: {why}"):
+            Running(tmp_path)
+        assert time.monotonic() - begin < 20
+        assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.timeout(120)
+def test_a_process_with_many_open_files_may_be_a_client(running: Running) -> None:
+    """Of more than select() takes."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] < 2_000:
+        pytest.skip("not so many open files are allowed here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 2_000), before[1]))
+    opened: list[int] = []
+    try:
+        while not opened or opened[-1] < 1_100:
+            opened.append(os.open(os.devnull, os.O_RDONLY))
+        first = running.call(0)
+        assert first.connection.socket.fileno() > 1_024
+        add(first, 3)
+        assert read(first)[0] == [[0, 3]]
+        assert not first.leave()
+        assert running.call(1).leave()
+    finally:
+        for each in opened:
+            os.close(each)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -51,9 +51,7 @@ class DeviceGroups:
         assert streams is not None, "asked by `device_kind`"
         self.device, self.streams = world.device, streams
         self._world = world
-        self.backend = (
-            str(dist.get_backend_config(world.group)).partition(f"{self.device.type}:")[2].partition(",")[0]
-        )
+        self.backend = _backend(world.group, world.device)
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.add(tuple(range(world.size)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,6 +143,8 @@ def start_and_connect(here: World, layout: ServerLayout) -> ServerConnections:
         for process in started:
             process.kill()
             process.wait()
+        for place in told["places"]:
+            shutil.rmtree(place["directory"], ignore_errors=True)
         raise LaunchError(failed)
     places = sorted(
         (ServerPlace.from_json(each) for told in everyone for each in told["places"]), key=lambda each: each.number

@@ -26,6 +26,7 @@ from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
+from ...refuse_step import refuse_step
 from .clock_service import DRAIN
 from .refuse import refuse_model
 from .remote_model import RemoteModel
@@ -75,16 +76,7 @@ class ServerSync:
 
     def step_begins(self, optimizer: Optimizer, *, is_scaled: bool) -> None:
         """An optimizer is about to step; `is_scaled`: by a `GradScaler`. Raises `ConfigError`."""
-        if is_scaled:
-            raise ConfigError(
-                f'plan: sync = "{self._text}" with a GradScaler, which leaves out steps on some ranks alone',
-                remedy='use bfloat16 (precision = "bf16"), or leave sync out',
-            )
-        if self._is_averaged:
-            raise ConfigError(
-                "an optimizer steps inside fd.averaged, where the model has the servers' parameters",
-                remedy="leave fd.averaged before the next step",
-            )
+        refuse_step(self._text, is_scaled=is_scaled, is_averaged=self._is_averaged)
 
     def gradients_ready(self, optimizer: Optimizer, *, has_closure: bool) -> None:
         """The gradients of a step are ready. See [Note: a step at a server]."""
