@@ -22,7 +22,7 @@ import torch
 import farandole as fd
 from farandole.sync.rows import tables
 from farandole.sync.rows.hashing import key_of
-from farandole.sync.rows.links import LocalShards, ServerShards
+from farandole.sync.rows.links import LocalShards, RowServers, ServerShards
 from farandole.sync.rows.requests import RowMessages
 from farandole.sync.server.client import ServerClient
 from farandole.sync.server.dense.connect import ServerConnections
@@ -34,13 +34,6 @@ RULES = {
     "optimizer": "adagrad:lr=0.01", "admit": 1, "expire_seconds": None, "init_std": 0.01, "key": 1,
     "dtype": "float32",
 }  # fmt: skip
-
-
-class _Links:
-    """What `ServerShards` needs of the job's servers."""
-
-    def __init__(self, client: ServerClient) -> None:
-        self.connections = ServerConnections([client])
 
 
 def rows_per_second(run: Callable[[], object], rows: int) -> str:
@@ -93,7 +86,7 @@ def main() -> None:
         client = ServerClient(
             place, bytes(32), client=0, rank=0, host="here", most_kept_bytes=256 << 20, most_bytes=1 << 30
         )
-        links = ServerShards(_Links(client), "t", config)  # type: ignore[arg-type]
+        links = ServerShards(RowServers(1, ServerConnections([client])), "t", config)
         exchange = RowMessages(
             links, key_of("t", 0), dim, torch.float32, in_rounds=False, counts_occurrences=False
         )
