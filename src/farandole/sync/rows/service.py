@@ -19,6 +19,7 @@ import torch
 
 from ...core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
 from ..server.message import ServerMessage
+from ..server.problems import read_problem, write_problem
 from .id_text import unpack_ids
 from .shard import Push, RowRules, RowShard
 
@@ -93,6 +94,7 @@ class RowService:
         values = {
             "shard": shard.to_values(), "live": sorted(self._live), "rounds": self._rounds, "pushes": said,
             "whole": len(queued), "staleness": sorted(self._staleness.items()),
+            "broken": None if self._broken is None else write_problem(self._broken),
         }  # fmt: skip
         return ServerMessage(values, [each.clone() for each in tensors])
 
@@ -108,6 +110,8 @@ class RowService:
         shard.removed = removed.numpy().copy(), versions.numpy().copy()
         self._live, self._rounds = set(values["live"]), values["rounds"]
         self._staleness = Counter({int(lag): count for lag, count in values["staleness"]})
+        if values["broken"] is not None:
+            self._broken = read_problem(values["broken"], rank=0, operation="rows")
         for number, (rank, weight, has_counts, lr) in enumerate(values["pushes"]):
             ids, grads, counts = tensors[10 + 3 * number : 13 + 3 * number]
             push = Push(ids.numpy(), grads, counts.numpy() if has_counts else None, weight)

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.vocabulary import errors
-from ...core.vocabulary.errors import CommError, FarandoleError, LaunchError, PeerLost, Stalled
+from ...core.vocabulary.errors import CommError, LaunchError, PeerLost, Stalled
 from ...core.wire.framing import FrameError
 from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection, wait_for_any
 from .loop import CONTROL
 from .message import ServerMessage
+from .problems import read_problem
 from .start import ServerPlace, ServerProcess, last_words, restore_server
 
 RESTORE_SECONDS = 60.0
@@ -159,7 +159,7 @@ class ServerClient:
         assert reply is not None, "is_answered"
         error = reply.values.get("error")
         if error is not None:
-            raise self._error(error["kind"], error["message"], error["remedy"])
+            raise read_problem(error, rank=self._rank, operation=self._operation)
         return reply
 
     def still_on(self) -> None:
@@ -169,16 +169,6 @@ class ServerClient:
     @property
     def _operation(self) -> str:
         return f"server {self.place.number} on {self.place.host}"
-
-    def _error(self, kind: str, message: str, remedy: str) -> FarandoleError:
-        found: Any = getattr(errors, kind, FarandoleError)
-        if issubclass(found, CommError):
-            made: FarandoleError = found(
-                message.partition(": ")[2], rank=self._rank, operation=self._operation, remedy=remedy
-            )
-        else:
-            made = found(message, remedy=remedy)
-        return made
 
     # -- requests and replies --------------------------------------------------------------------
 

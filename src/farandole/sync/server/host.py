@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from ...core.vocabulary.errors import FarandoleError
 from ...core.wire.framing import FrameError
 from .message import ServerMessage
+from .problems import write_problem
 from .service import Service
 
 
@@ -19,7 +22,7 @@ class _Client:
     last: int = 0
     """The number of its last request that changed something."""
     answer: dict[str, Any] | None = None
-    """What was said to that; None: nothing yet."""
+    """What was said to that, its values or the error that it is; None: nothing yet."""
     waits: tuple[int, str, bool] | None = None
     """The request that is to be answered later: number, service, whether it changes something."""
 
@@ -56,10 +59,9 @@ class ServiceHost:
                 f"a request without a number, a service or values: {dict(request.values)!r:.200}"
             ) from None
         if keeps and number <= known.last:
-            repeats = number == known.last and known.answer is not None
-            known.waits = (number, name, True) if number == known.last and not repeats else None
-            answer = known.answer if repeats else {}
-            return [] if known.waits else [self._reply(client, number, ServerMessage(answer or {}))]
+            answer = known.answer if number == known.last else {"values": {}}
+            known.waits = (number, name, True) if answer is None else None
+            return [] if answer is None else [self._reply(client, number, answer)]
         if keeps:
             known.last, known.answer = number, None
             self.changes += 1
@@ -117,14 +119,18 @@ class ServiceHost:
         known = self._clients[client]
         assert known.waits is not None, "it asked"
         (number, name, keeps), known.waits = known.waits, None
+        said: dict[str, Any]
+        tensors: Sequence[torch.Tensor] = ()
         if isinstance(answer, FarandoleError):
-            said = {"kind": type(answer).__name__, "message": answer.message, "remedy": answer.remedy}
-            return [(client, ServerMessage({"seq": number, "error": said}))]
+            said = {"error": write_problem(answer)}
+        else:
+            said, tensors = {"values": dict(answer.values)}, answer.tensors
         if keeps:
-            assert not answer.tensors, f"{name}: a reply to a request that changes something has no tensors"
-            known.answer = dict(answer.values)
-        return [self._reply(client, number, answer)]
+            assert not tensors, f"{name}: a reply to a request that changes something has no tensors"
+            known.answer = said
+        return [self._reply(client, number, said, tensors)]
 
-    def _reply(self, client: int, number: int, answer: ServerMessage) -> tuple[int, ServerMessage]:
-        values = {"seq": number, "durable": self.durable.get(client, 0), "values": answer.values}
-        return client, ServerMessage(values, answer.tensors)
+    def _reply(
+        self, client: int, number: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
+    ) -> tuple[int, ServerMessage]:
+        return client, ServerMessage({"seq": number, "durable": self.durable.get(client, 0), **said}, tensors)

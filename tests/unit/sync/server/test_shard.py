@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim import Optimizer
 
-from farandole.core.vocabulary.errors import CommError
+from farandole.core.vocabulary.errors import CommError, Mismatch
 from farandole.sync.server.dense.clocks import Clocks
 from farandole.sync.server.dense.hyperparameters import write_group
 from farandole.sync.server.dense.layout import cut_by_bytes, part_of, put_part
@@ -153,3 +153,61 @@ def test_gradients_that_were_lost_with_a_dead_rank_are_an_error_by_name() -> Non
     assert rank == 0
     assert isinstance(error, CommError)
     assert "the gradients of step 4 of rank 1, which is gone, were lost" in str(error)
+
+
+def test_a_restored_shard_waits_for_what_it_waited_for_and_knows_who_is_gone() -> None:
+    program = Programs("momentum", 3, 1, 0)
+    ones = [torch.ones_like(each) for each in program.parameters]
+    program.push(1, 0, ones, 0.05)
+    entry = {"of": [[0, 0, 0.5], [1, 0, 0.5]], "rate": 1.0}
+    program.shards[0].handle(1, ServerMessage({"do": "apply", "first": 0, "entries": [entry]}))
+    program.shards[0].client_left(2)
+    before = program.parameters[1].detach().clone()
+    program.restart(0)
+    program.push(0, 0, [3 * each for each in ones], 0.05)
+    program.clocks.first = 1
+    program.read()
+    gradient = 2.0 + 0.01 * before  # with nesterov's first step
+    torch.testing.assert_close(program.parameters[1].detach(), before - 0.05 * 1.9 * gradient)
+    program.restart(0)
+    lost = {"of": [[2, 0, 1.0]], "rate": 0.5}
+    program.shards[0].handle(0, ServerMessage({"do": "apply", "first": 1, "entries": [lost]}))
+    program.shards[0].handle(0, ServerMessage({"do": "pull", "version": 2, "states": False}))
+    assert isinstance(program.shards[0].due()[0][1], CommError)
+
+
+def test_a_step_that_failed_has_failed_after_a_restoration_too() -> None:
+    """Its entry is over: without the error ranks would go on without the step."""
+    program = Programs("momentum", 2, 1, 0)
+    ones = [torch.ones_like(each) for each in program.parameters]
+    for rank in (0, 1):
+        program.push(rank, 0, ones, 0.05 + rank)
+    entry = {"of": [[0, 0, 0.5], [1, 0, 0.5]], "rate": 1.0}
+    program.shards[0].handle(0, ServerMessage({"do": "apply", "first": 0, "entries": [entry]}))
+    for _ in range(2):
+        program.shards[0].handle(0, ServerMessage({"do": "pull", "version": 1, "states": False}))
+        ((_, error),) = program.shards[0].due()
+        assert isinstance(error, Mismatch)
+        assert "with other hyperparameters" in str(error)
+        program.restart(0)
+
+
+def test_gradients_of_no_weight_may_hold_anything_and_an_install_voids_what_came_before() -> None:
+    program = Programs("momentum", 2, 1, 0)
+    ones = [torch.ones_like(each) for each in program.parameters]
+    before = program.parameters[1].detach().clone()
+    program.push(0, 0, ones, 0.05)
+    program.push(1, 0, [each * float("nan") for each in ones], 0.05)
+    entry = {"of": [[0, 0, 1.0], [1, 0, 0.0]], "rate": 1.0}
+    for first in (0, 0):  # two ranks carry it
+        program.shards[0].handle(0, ServerMessage({"do": "apply", "first": first, "entries": [entry]}))
+    assert program.shards[0]._entries == {}
+    program.clocks.first = 1
+    program.read()
+    torch.testing.assert_close(program.parameters[1].detach(), before - 0.05 * 1.9 * (1.0 + 0.01 * before))
+    program.push(0, 1, ones, 0.05)
+    said = program.shards[0]._installed
+    states = [{} for _ in said["pieces"]]
+    parts = [part_of(program.parameters[p.parameter], p) for p in program.pieces[0]]
+    program.shards[0].handle(0, ServerMessage({**said, "version": 1, "states": states}, parts))
+    assert program.shards[0]._pushes == {}

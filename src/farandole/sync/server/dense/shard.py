@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from ....comm.gradients.grad_ownership import replace_grad
 from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
 from ..message import ServerMessage
+from ..problems import read_problem, write_problem
 from .hyperparameters import make_optimizer, read_group
 from .layout import ShardPiece
 from .states import Written, read_state, write_state
@@ -86,6 +87,7 @@ class DenseShard:
             "installed": self._installed, "version": self._version,
             "entries": sorted(self._entries.items()),
             "gone": sorted(self._gone), "pushes": pushes, "states": states, "state_tensors": len(tensors),
+            "failed": None if self._failed is None else write_problem(self._failed),
         }  # fmt: skip
         pushed = [each for push in self._pushes.values() for each in push.tensors]
         return ServerMessage(values, [*parameters, *tensors, *pushed])
@@ -101,6 +103,8 @@ class DenseShard:
             self._installed = dict(values["installed"])
             tensors = tensors[count + values["state_tensors"] :]
         self._version, self._entries = values["version"], dict(values["entries"])
+        if values["failed"] is not None:
+            self._failed = read_problem(values["failed"], rank=0, operation="push")
         for rank, step, said, count in values["pushes"]:
             self._pushes[rank, step] = ServerMessage(said, tensors[:count])
             tensors = tensors[count:]
