@@ -86,13 +86,108 @@ def test_a_service_that_is_killed_finds_its_decisions_in_the_journal(tmp_path: P
     assert len(expected) == 3
     with (tmp_path / "journal-1").open("a") as file:
         file.write('{"version": 3, "ent')  # it was killed while it wrote
+    for _ in range(2):
+        again = ClockService(config)
+        again.load(state)
+        assert ask(again, 0, do="look")[0][1].values["entries"] == expected
+        assert ask(again, 1, do="finish", step=1, share=1.0, read=0)[0][1].values == {}  # said again: known
+        assert ask(again, 0, do="look")[0][1].values["entries"] == expected
+        step = len(expected) - 1
+        ask(again, 1, do="finish", step=step, share=1.0, read=0)  # it goes on in the same journal
+        expected = ask(again, 0, do="look")[0][1].values["entries"]
+        assert len(expected) == step + 2
+    without_snapshot = ClockService(config)
+    assert without_snapshot._clocks.version == len(expected)
+
+
+def test_a_journal_goes_on_over_snapshots_of_which_the_last_is_not_on_the_disk(tmp_path: Path) -> None:
+    config = {"ranks": [0, 1], "staleness": 0, "directory": str(tmp_path)}
+    service, states = ClockService(config), []
+    for step in range(3):
+        for rank in (1, 0):
+            ask(service, rank, do="finish", step=step, share=1.0 + rank, read=step)
+        states.append(service.state())
+    ask(service, 1, do="finish", step=3, share=2.0, read=3)
+    ask(service, 0, do="gather", what="fd.drain", number=1)
+    service.client_left(1)
+    service.due()
+    expected = ask(service, 0, do="look")[0][1].values
+    assert [len(entry["of"]) for entry in expected["entries"]] == [2, 2, 2]
+    for state in states[1:]:  # that of before is needed until the last is on the disk
+        again = ClockService(config)
+        again.load(state)
+        assert ask(again, 0, do="look")[0][1].values["entries"] == expected["entries"]
+        assert ask(again, 0, do="gather", what="fd.drain", number=1) != [], "it was said that all have met"
+
+
+def test_what_ranks_have_met_for_is_known_after_a_restoration(tmp_path: Path) -> None:
+    """Rank 0 has heard that both met, and goes on; rank 1 asks again."""
+    service = ClockService(config := {"ranks": [0, 1], "staleness": 0, "directory": str(tmp_path)})
+    before = service.state()
+    for rank in (0, 1):
+        replies = ask(service, rank, do="gather", what="fd.drain", number=1)
+    assert sorted(rank for rank, _ in replies) == [0, 1]
+    for state in (before, service.state()):
+        again = ClockService(config)
+        again.load(state)
+        assert [rank for rank, _ in ask(again, 1, do="gather", what="fd.drain", number=1)] == [1]
+        assert ask(again, 0, do="gather", what="fd.drain", number=2) == [], "another time"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_rank_that_left_is_waited_for_no_more_and_what_it_decided_is_kept(
+    staleness: int, tmp_path: Path
+) -> None:
+    service = ClockService(config := {"ranks": [0, 1, 2], "staleness": staleness, "directory": str(tmp_path)})
+    state = service.state()
+    for step in range(1 if staleness == 0 else 2):
+        for rank in (0, 1):
+            ask(service, rank, do="finish", step=step, share=1.0, read=0)
+    ask(service, 1, do="wait")
+    assert ask(service, 0, do="wait") == []
+    service.client_left(2)
+    assert sorted(rank for rank, _ in service.due()) == [0, 1]
     again = ClockService(config)
     again.load(state)
-    assert ask(again, 0, do="look")[0][1].values["entries"] == expected
-    assert ask(again, 1, do="finish", step=1, share=1.0, read=0)[0][1].values == {}  # said again: known
-    assert ask(again, 0, do="look")[0][1].values["entries"] == expected
-    without_snapshot = ClockService(config)
-    assert without_snapshot._clocks.version in {1, 3}
+    assert again._clocks.entries == service._clocks.entries != []
+    for rank in (0, 1):
+        ask(service, rank, do="look", seen=1)
+    assert service._clocks.first == 1, "no entry is kept for the rank that left"
+
+
+def test_entries_are_kept_for_the_rank_that_has_fewest(tmp_path: Path) -> None:
+    service = ClockService(config := {"ranks": [0, 1], "staleness": None, "directory": str(tmp_path)})
+    for step in range(3):
+        ask(service, 0, do="finish", step=step, share=1.0, read=step, seen=step)
+    assert service._clocks.first == 0
+    assert len(ask(service, 1, do="look")[0][1].values["entries"]) == 3
+    ask(service, 1, do="look", seen=2)
+    assert service._clocks.first == 2
+    again = ClockService(config)
+    again.load(service.state())
+    assert len(ask(again, 1, do="look", seen=2)[0][1].values["entries"]) == 1
+    ask(again, 0, do="look", seen=3)
+    assert again._clocks.first == 2, "a restored service knows what the others have"
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_a_rank_may_be_as_far_ahead_as_the_bound_and_no_further(staleness: int) -> None:
+    clocks = Clocks(staleness, {0: 0, 1: 0})
+    for step in range(staleness + 1):
+        assert clocks.may_begin(0)
+        clocks.finish(0, step, 1.0, step)
+    assert not clocks.may_begin(0)
+    clocks.finish(1, 0, 1.0, 0)
+    assert clocks.may_begin(0)
+    assert clocks.staleness_counts == {0: staleness + 1, staleness + 1: 1}
+
+
+def test_a_whole_step_of_a_journal_is_not_made_again() -> None:
+    clocks = Clocks(0, {0: 0, 1: 0}, shares={0: 1.0})
+    clocks.adopt(0, {"of": [[0, 0, 0.5], [1, 0, 0.5]], "rate": 1.0})
+    assert clocks.may_begin(0)
+    assert clocks.finish(0, 0, 1.0, 0) == clocks.finish(1, 0, 1.0, 0) == []
+    assert clocks.done == {0: 1, 1: 1}
 
 
 def test_ranks_that_wait_for_each_other_for_ever_are_an_error_on_all(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ there what came after its snapshot, and never decides twice about the same step.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -155,10 +156,11 @@ class ClockService:
 
     def _read_journals(self) -> None:
         number = self._journal_number
-        while self._journal(number).exists():
-            for line in self._journal(number).read_text().splitlines(keepends=True):
-                if not line.endswith("\n"):
-                    break  # it was killed while it wrote: no rank has heard of this
+        while (journal := self._journal(number)).exists():
+            text = journal.read_bytes()
+            whole = text[: text.rfind(b"\n") + 1]
+            os.truncate(journal, len(whole))  # it was killed while it wrote: no rank has heard of the rest
+            for line in whole.splitlines():
                 found = json.loads(line)
                 if "gathered" in found:
                     self._gathered = max(self._gathered, found["gathered"])
