@@ -88,7 +88,7 @@ class RowShard:
         self.removed: tuple[NDArray[np.int64], NDArray[np.int64]] = (np.empty(0, np.int64), np.empty(0, np.int64))
         """Ids of rows that expired, and the version at which each was removed."""
         self.removed_from = 0
-        """Removals after this version are all remembered."""
+        """Removals at this version and later ones are all remembered."""
         self._swept_seconds = 0.0
         self._admitted = 0
         """Counts of 0 in `waiting`, about: their ids have rows."""
@@ -256,7 +256,7 @@ class RowShard:
         versions = np.concatenate([versions, np.full(len(ids) - len(old), self.version, np.int64)])
         surplus = len(ids) - MOST_REMOVED
         if surplus > 0:
-            self.removed_from = int(versions[surplus - 1])
+            self.removed_from = int(versions[surplus - 1]) + 1
             ids, versions = ids[surplus:], versions[surplus:]
         self.removed = ids, versions
 
