@@ -2,9 +2,9 @@
 
 [Note: applied once] Each request of a client has a number. One that changes something is remembered by it: a
 client that has lost its connection sends it again, and a server that knows the number answers as it did before,
-without doing it twice, also where that was an error. A server that was restored from a snapshot knows the numbers of the snapshot, and the
-clients send again what came later. Requests that only read are carried out each time, so their replies may hold
-tensors; replies of the others hold none.
+without doing it twice, also where it failed. A server that was restored from a snapshot knows the numbers of the
+snapshot, and the clients send again what came later. Requests that only read are carried out each time, so their
+replies may hold tensors; replies of the others hold none.
 """
 
 from __future__ import annotations
