@@ -139,7 +139,7 @@ def test_a_copy_that_is_older_than_what_is_remembered_begins_anew(monkeypatch: p
 
 
 def test_a_restored_service_has_the_times_the_parts_and_the_rates_of_pushes() -> None:
-    rules = {"expire_seconds": 10.0, "admit": 2}
+    rules: dict[str, Any] = {"expire_seconds": 10.0, "admit": 2}
     service = RowService(config(**rules))
     service.handle(0, push([1], 5.0))
     service.handle(1, push([2], 1.0))

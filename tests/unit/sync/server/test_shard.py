@@ -207,7 +207,7 @@ def test_gradients_of_no_weight_may_hold_anything_and_an_install_voids_what_came
     torch.testing.assert_close(program.parameters[1].detach(), before - 0.05 * 1.9 * (1.0 + 0.01 * before))
     program.push(0, 1, ones, 0.05)
     said = program.shards[0]._installed
-    states = [{} for _ in said["pieces"]]
+    states: list[dict[str, Any]] = [{} for _ in said["pieces"]]
     parts = [part_of(program.parameters[p.parameter], p) for p in program.pieces[0]]
     program.shards[0].handle(0, ServerMessage({**said, "version": 1, "states": states}, parts))
     assert program.shards[0]._pushes == {}
