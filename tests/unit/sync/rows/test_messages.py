@@ -138,6 +138,30 @@ def test_a_copy_that_is_older_than_what_is_remembered_begins_anew(monkeypatch: p
     assert not made.changes_since(served.mark).is_whole
 
 
+def test_a_copy_hears_of_rows_that_go_while_no_step_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("farandole.sync.rows.service.time.time", lambda: now)
+    made, served = table(optimizer="sgd:lr=1", expire_seconds=10), RowCopy(DIM, dtype=torch.float64)
+    made(torch.arange(3)).sum().backward()
+    made.step()
+    served.update(made.changes_since(served.mark))
+    now = 11.0
+    changes = made.changes_since(served.mark)
+    assert (sorted(changes.removed.tolist()), changes.is_whole) == ([0, 1, 2], False)
+    served.update(changes)
+    assert served(torch.arange(3)).eq(0).all()
+
+
+def test_a_restored_service_waits_for_no_rank_that_has_left() -> None:
+    service = RowService(config())
+    service.client_left(1)
+    again = RowService(config())
+    again.load(service.state())
+    for each in (service, again):
+        each.handle(0, push([1], 2.0))
+        assert values(each.handle(0, pull([1], 1))) == [-2.0]
+
+
 def test_a_restored_service_has_the_times_the_parts_and_the_rates_of_pushes() -> None:
     rules: dict[str, Any] = {"expire_seconds": 10.0, "admit": 2}
     service = RowService(config(**rules))
