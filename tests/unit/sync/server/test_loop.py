@@ -124,15 +124,16 @@ def test_a_snapshot_is_said_to_have_what_it_has_and_no_more(served: Served) -> N
     assert served.writer.begun == 2
     assert entries_on_disk(served) == [[0, 1], [0, 2]]
     assert not first._kept
+    add(first, 3)
     served.writer.may_end.clear()
     ask_for_a_snapshot(second)
     until(lambda: served.writer.begun == 3)
-    add(first, 3)
+    add(first, 4)
     served.writer.may_end.set()
     wait_for([second])
-    add(first, 4)
+    add(first, 5)
     kept = [request.values["values"]["entry"] for _, request in first._kept]
-    assert kept == [3, 4], "these are in no snapshot"
+    assert kept == [4, 5], "these are in no snapshot"
 
 
 def test_what_a_rank_keeps_is_bounded(served: Served) -> None:
