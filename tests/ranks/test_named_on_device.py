@@ -18,6 +18,7 @@ from farandole.bench.device_test.subject import Subject
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.named_ops.data import data_plane, group_thread
 from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_bytes
+from farandole.comm.named_ops.operations.operation import PendingTicket
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
 from tests.ranks.pool import ranks
@@ -180,6 +181,26 @@ def test_a_wait_that_is_left_out_is_found(left_out: str) -> None:
     """One for each of them: the device waits for who submits, and who waits for the device, and for its memory."""
     with simulated(left_out), pytest.raises((Race, RuntimeError), match=FOUND[left_out]):
         use_three_times()
+
+
+@ranks(2)
+def test_results_that_are_let_go_were_kept_before_they_could_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    keep, submit = PendingTicket.keep_result, GroupThread.submit
+
+    def kept(self: PendingTicket) -> None:
+        calls.append("keep")
+        keep(self)
+
+    def submitted(self: GroupThread, *arguments: Any, **keys: Any) -> BucketWork:
+        calls.append("go")
+        return submit(self, *arguments, **keys)
+
+    monkeypatch.setattr(PendingTicket, "keep_result", kept)
+    monkeypatch.setattr(GroupThread, "submit", submitted)
+    with simulated():
+        use_three_times()
+    assert calls == ["keep", "go"] * 3
 
 
 @ranks(3, HOROVOD_DYNAMIC_PROCESS_SETS="1")

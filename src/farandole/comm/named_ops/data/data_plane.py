@@ -116,9 +116,9 @@ class DataPlane:
         batch = _Batch(operations, circle, None, self._log, partial(self._ended, done), on_device=self._on_device)
         is_sum = operations[0].signature.kind == "allreduce"
         items = batch.sum_items() if is_sum else batch.move_items()
-        work = self._on_device.submit(items, None, batch.complete, failed=batch.failed, number=number)
-        for operation in operations:
+        for operation in operations:  # before it may end, and who waits looks
             operation.ticket.keep_result()
+        work = self._on_device.submit(items, None, batch.complete, failed=batch.failed, number=number)
         _note_carrier(operations, work, NONE)
 
     def _groups(self, operation: Operation, codec: str) -> HostGroups | None:
