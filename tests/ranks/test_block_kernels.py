@@ -236,10 +236,10 @@ FAULTS = [
     ("sums + _numbers_of(packed, half, halves) * step", "sums - _numbers_of(packed, half, halves) * step"),
     ("asked - (asked - rest * (1.0 * ranks))", "rest * (1.0 * ranks)"),
     ("sums * (1.0 / ranks)", "sums * (0.999999 / ranks)"),
-    ("tl.store(has_overflow, 1)", "tl.store(has_overflow, 0)"),
+    ("tl.store(is_finite + number * 0, 0,", "tl.store(is_finite + number * 0, 1,"),
     (
-        "mask=exists & (where < total))\n        magnitudes",
-        "mask=exists & (where < total - 1))\n        magnitudes",
+        "mask=exists & (where < total))\n        largest",
+        "mask=exists & (where < total - 1))\n        largest",
     ),
     ("tl.max(magnitudes, 1).to", "tl.no_such_function(magnitudes, 1).to"),
 ]
@@ -290,7 +290,7 @@ def test_kernels_with_other_bits_are_not_used(tmp_path: str) -> None:
         assert ("no_such_function" if "no_such" in wrong else "results differ from the codec's") in lines[0], lines
 
 
-POINTERS = {"codes": "*i8", "piece_codes": "*i8", "has_overflow": "*i32"}
+POINTERS = {"codes": "*i8", "piece_codes": "*i8", "is_finite": "*i8"}
 SIZES = ("piece", "total", "row_words", "row_bytes")
 NUMBERS = (*SIZES, "own_row")
 
@@ -312,9 +312,7 @@ def test_kernels_compile_for_an_h100_and_round_each_product(tmp_path: str) -> No
         launcher = BlockKernels(bits, 256)
         for name in ("encode", "add_up", "land"):
             kernel = getattr(kernels, name)
-            constants: dict[str, Any] = dict(launcher._format)
-            if name != "land":
-                constants["top"] = launcher._top
+            constants: dict[str, Any] = {**launcher._format, "top": launcher._top}
             if name == "add_up":
                 constants["ranks"] = size
             names = kernel.arg_names

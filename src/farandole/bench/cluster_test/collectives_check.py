@@ -132,13 +132,12 @@ def _neighbours(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> E
     """Send to the next rank, receive from the one before."""
     received = torch.empty_like(rows[0])
     before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
-    works = [
-        dist.isend(rows[world.rank].clone(), dst=after, group=group),
-        dist.irecv(received, src=before, group=group),
+    calls = [
+        dist.P2POp(dist.isend, rows[world.rank].clone(), after, group),
+        dist.P2POp(dist.irecv, received, before, group),
     ]
-    for work in works:
-        if work is not None:
-            work.wait()
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
     return received, rows[before]
 
 

@@ -18,7 +18,9 @@ from ..measure.follow_job import FollowedJob, Say, account_of, follow_job
 _MOST_SECONDS = 300.0
 """For one job, the start included."""
 _MOST_RANKS = 8
-_CPU_RANKS = 2
+SHARED_KINDS = ("cpu", "cuda")
+"""Whose backend takes several ranks of one device: NCCL by sockets, where they name hosts of their own."""
+_RANKS_OF_ONE = 2
 
 
 def prove_device(kind: str, *, say: Say) -> Proof:
@@ -34,7 +36,7 @@ def prove_device(kind: str, *, say: Say) -> Proof:
         return _failed(alone, [], begin)
     checks: list[dict[str, Any]] = alone.result["checks"]
     devices = int(alone.result["devices"])
-    ranks = _CPU_RANKS if kind == "cpu" else min(devices, _MOST_RANKS)
+    ranks = _RANKS_OF_ONE if kind in SHARED_KINDS and devices == 1 else min(devices, _MOST_RANKS)
     if ranks == 1:
         checks.append(
             {"name": "engine on ranks", "passed": None, "answer": "one device: only in lock step", "remedy": ""}

@@ -16,8 +16,10 @@ import torch
 import farandole as fd
 
 from ...comm.device.tested import keep_tested
+from ...core.environ.nccl import share_device
 from ...core.vocabulary.errors import ConfigError
 from .checks import check_alone, check_engine, check_named
+from .device_test import SHARED_KINDS
 from .subject import CPU, Subject, find_devices
 
 
@@ -32,6 +34,7 @@ def main() -> None:
     except ConfigError as problem:
         _say({"result": {"refused": problem.message, "remedy": problem.remedy}})
         return
+    share_device(devices)
     world = fd.init(device=None if options.kind == "cuda" else CPU)
     device = world.device if options.kind in ("cuda", CPU) else torch.device(options.kind, world.local_rank)
     torch.manual_seed(0)
@@ -43,7 +46,7 @@ def main() -> None:
         checks.append(check_named(subject, world))
     if world.rank == 0:
         passed = all(each.passed is not False for each in checks)
-        is_last = options.keep or (world.size == 1 and devices == 1)
+        is_last = options.keep or (world.size == 1 and devices == 1 and options.kind not in SHARED_KINDS)
         if passed and is_last and subject.has_streams:
             keep_tested(device)
         _say({"result": {"devices": devices, "ranks": world.size, "checks": [vars(each) for each in checks]}})

@@ -173,18 +173,22 @@ def add_up(
 @triton.jit
 def land(
     values,
-    has_overflow,
+    is_finite,
     scales,
     codes,
     piece,
     total,
     row_words,
     row_bytes,
+    top: tl.constexpr,
     halves: tl.constexpr,
     block: tl.constexpr,
     tile: tl.constexpr,
 ):
-    """Write the mean into `values`; `has_overflow` becomes 1 if some of it is NaN or infinity."""
+    """Write the mean into `values`; `is_finite` becomes 0 if some of it is NaN or infinity.
+
+    The largest number of a block is `top`, so the block's step says whether there is one.
+    """
     row = tl.program_id(1)
     blocks, number, exists, place = _blocks(piece, halves, block, tile)
     packed = tl.load(codes + row * row_bytes + place, mask=exists, other=0).to(tl.int32)
@@ -193,6 +197,5 @@ def land(
         step = tl.load(scales + row * row_words + half * blocks + number, mask=exists, other=0.0)
         mean = _numbers_of(packed, half, halves) * step
         tl.store(values + where, mean, mask=exists & (where < total))
-        magnitudes = mean.to(tl.int32, bitcast=True) & MAGNITUDE
-        if tl.max(tl.max(magnitudes, 1), 0) >= INFINITY_BITS:
-            tl.store(has_overflow, 1)
+        largest = (step * top).to(tl.int32, bitcast=True) & MAGNITUDE
+        tl.store(is_finite + number * 0, 0, mask=exists & (largest >= INFINITY_BITS))

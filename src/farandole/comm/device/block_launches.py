@@ -60,14 +60,14 @@ class BlockKernels:
 
     def land(self, unit: torch.Tensor, summaries: torch.Tensor) -> torch.Tensor:
         """Unpack the mean, `summaries` (ranks, bytes), into `unit`; return whether it is finite, () of bool."""
-        has_overflow = torch.zeros((), dtype=torch.int32, device=unit.device)
+        is_finite = torch.ones((), dtype=torch.bool, device=unit.device)
         kernel = self._kernels.land[self._grid(summaries)]
         with _current(unit.device):
             kernel(
-                unit, has_overflow, *self._parts(summaries), self._piece(summaries), unit.numel(),
-                *_strides(summaries), **self._format, **_EXACT,
+                unit, is_finite.view(torch.int8), *self._parts(summaries), self._piece(summaries), unit.numel(),
+                *_strides(summaries), **self._format, top=self._top, **_EXACT,
             )  # fmt: skip
-        return has_overflow == 0
+        return is_finite
 
     @cached_property
     def _kernels(self) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...core.environ.nccl import nccl_host
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...version import VERSION
 from ..device.accelerator import unique_id
@@ -26,7 +27,7 @@ def handshake(world: World, *, owns_gpu: bool) -> None:
     me = {
         "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
         "address": own_address(world.address) if world.node_count > 1 else "",
-        "gpu": unique_id(world.device), "place": f"{world.device} of {world.host}",
+        "gpu": _taken_gpu(world.device), "place": f"{world.device} of {world.host}",
     }  # fmt: skip
     name = f"{world.host}:{os.getpid()}"
     with translated(world, "meeting the other ranks"):
@@ -45,6 +46,12 @@ def handshake(world: World, *, owns_gpu: bool) -> None:
         _refuse_shared_gpus(seen)
     addresses = {other["address"] for other in seen}
     wait_for_routes(addresses, world.timeout_seconds, is_over=lambda: world.sockets.shut_down)
+
+
+def _taken_gpu(device: torch.device) -> str:
+    """Return what NCCL tells GPUs apart by. Ranks with names of hosts of their own may share one; for tests."""
+    found = unique_id(device)
+    return f"{found} {nccl_host()}" if found else ""
 
 
 def _refuse_shared_gpus(seen: Sequence[Mapping[str, Any]]) -> None:

@@ -14,7 +14,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
-from .peers import PipelinePeers
+from .peers import PipelinePeers, make_lines, needs_lines
 from .pipeline import Pipeline
 from .without_flush import DelayedPipeline
 
@@ -37,9 +37,9 @@ def apply_pipeline(
     Raises:
         PlanError: the plan's cuts name nothing.
     """
-    peers = PipelinePeers(
-        mesh.here, mesh.part("pipeline").new_group(), mesh.rank("pipeline"), mesh.size("pipeline")
-    )
+    part = mesh.part("pipeline")
+    lines = make_lines(part) if needs_lines(mesh.here.device) else {}
+    peers = PipelinePeers(mesh.here, part.new_group(), mesh.rank("pipeline"), mesh.size("pipeline"), lines)
     kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
     pipeline = kind(model, optimizers, plan, peers, finish=finish)
     _pipelines[model] = pipeline

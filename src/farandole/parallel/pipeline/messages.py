@@ -56,7 +56,7 @@ class StageMailbox:
         buffers: Callable[[StageMessage], list[torch.Tensor]],
     ) -> None:
         """`buffers`: makes memory for a message."""
-        self._here, self._group, self._rank, self._schedule = peers.here, peers.group, peers.index, schedule
+        self._here, self._peers, self._rank, self._schedule = peers.here, peers, peers.index, schedule
         self._buffers = buffers
         self._kept: dict[StageMessage, list[torch.Tensor]] = {}
         """From stages of this rank, and received before they were needed."""
@@ -73,9 +73,10 @@ class StageMailbox:
         if receiver == self._rank:
             self._kept[message] = tensors
             return
+        group, _, number = self._peers.line(self._rank, receiver)
         with translated(self._here, _describe(message)):
             for tensor in tensors:
-                work = dist.isend(tensor, group=self._group, group_dst=receiver)
+                work = dist.isend(tensor, group=group, group_dst=number)
                 at = self._position(receiver, self._taker(message))
                 self._sends.setdefault(receiver, deque()).append((at, work, tensor, message))
 
@@ -140,11 +141,12 @@ class StageMailbox:
 
     def _post(self, sender: int, ahead: int) -> None:
         posted, coming = self._posted[sender], self._coming[sender]
+        group, number, _ = self._peers.line(sender, self._rank)
         while coming and len(posted) < ahead:
             message = coming.popleft()
             tensors = self._buffers(message)
             with translated(self._here, _describe(message)):
-                works = [dist.irecv(tensor, group=self._group, group_src=sender) for tensor in tensors]
+                works = [dist.irecv(tensor, group=group, group_src=number) for tensor in tensors]
             posted.append((message, tensors, works))
 
 

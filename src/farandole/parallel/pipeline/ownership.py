@@ -159,11 +159,10 @@ class Ownership:
         group, mine = self._peers.group, gradient.detach().contiguous().clone()
         others = [rank for rank in ranks if rank != self._peers.index]
         parts = {rank: torch.empty_like(mine) for rank in others} | {self._peers.index: mine}
-        works = [dist.irecv(parts[rank], group=group, group_src=rank) for rank in others]
-        works += [dist.isend(mine, group=group, group_dst=rank) for rank in others]
-        for work in works:
-            if work is not None:
-                work.wait()
+        calls = [dist.P2POp(dist.irecv, parts[rank], group=group, group_peer=rank) for rank in others]
+        calls += [dist.P2POp(dist.isend, mine, group=group, group_peer=rank) for rank in others]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
         total = parts[ranks[0]].clone()
         for rank in ranks[1:]:
             total += parts[rank]

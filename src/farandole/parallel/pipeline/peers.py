@@ -1,16 +1,26 @@
-"""The ranks of one pipeline, and small values that they tell each other."""
+"""The ranks of one pipeline, and small values that they tell each other.
+
+[Note: a line a direction] NCCL does what a group is told in order, also sends and receives: a receive that was
+posted ahead holds up a send to another rank, and two neighbours that send first wait for each other for ever. So
+on accelerators each rank has a group of two for what it sends to a neighbour, and nothing else goes there. The
+first send or receive of a group waits on the host until its other side has come: both make it when lines are made,
+all ranks in one order of lines.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ...comm.device.accelerator import is_accelerator
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
+from ...core.environ.nccl import expect_single_sends
 from ...core.vocabulary.errors import Mismatch
 
 _TEXT_BYTES = 8192
@@ -26,6 +36,15 @@ class PipelinePeers:
     index: int
     """This rank's, from 0 at the inputs."""
     size: int
+    lines: Mapping[tuple[int, int], dist.ProcessGroup] = field(default_factory=dict)
+    """By sender and receiver, of which this rank is one. See [Note: a line a direction]."""
+
+    def line(self, sender: int, receiver: int) -> tuple[dist.ProcessGroup | None, int, int]:
+        """Return the group that `sender` sends to `receiver` by, and the numbers of both in it."""
+        if not self.lines:
+            return self.group, sender, receiver
+        is_up = receiver > sender
+        return self.lines[sender, receiver], int(not is_up), int(is_up)
 
     def agree(self, numbers: dict[str, int], remedies: dict[str, str]) -> None:
         """Raise `Mismatch`, on every rank, naming the first of `numbers` that is not the same on all ranks."""
@@ -56,6 +75,34 @@ class PipelinePeers:
             with translated(self.here, "the loss of the last stage"):
                 dist.broadcast(value, group=self.group, group_src=source)
         return value
+
+
+def needs_lines(device: torch.device) -> bool:
+    """Return whether groups of `device` do what they are told in order. See [Note: a line a direction]."""
+    return is_accelerator(device)
+
+
+def make_lines(part: World) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """Make groups for all neighbours of a ring, and return those of this rank; called by all ranks of `part`."""
+    expect_single_sends()
+    ranks, lines = part.size, {}
+    for sender in range(ranks):
+        for receiver in sorted({(sender + 1) % ranks, (sender - 1) % ranks}):
+            made = part.new_group(ranks=sorted((sender, receiver)))
+            if made is not None:
+                lines[sender, receiver] = made
+                _open_line(part, made, is_sender=part.rank == sender, number=int(sender > receiver))
+    return lines
+
+
+def _open_line(part: World, line: dist.ProcessGroup, *, is_sender: bool, number: int) -> None:
+    """Send the first bytes. `number`: of the sender in the group."""
+    word = torch.zeros(1, device=part.device)
+    with translated(part, "connecting two stages"):
+        if is_sender:
+            dist.send(word, group=line, group_dst=1 - number)
+        else:
+            dist.recv(word, group=line, group_src=number)
 
 
 class PeerAgreement:
