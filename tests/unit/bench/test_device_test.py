@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +28,7 @@ from farandole.comm.codecs.packing import BFloat16, Integers
 from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
+from farandole.core.environ.nccl import nccl_host, share_device
 from farandole.core.vocabulary.errors import ConfigError
 from tests.simulated_device import HOST, OUTSIDE, SIDE, SimulatedDevice
 from tests.threads import one_thread
@@ -309,12 +311,40 @@ def test_one_device_is_checked_in_lock_step_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = answers(monkeypatch, FollowedJob(0, {"devices": 1, "checks": [MEASURED, OK]}, []))
-    assert main(["--device", "cuda"]) == 0
+    assert main(["--device", "xpu"]) == 0
     assert len(started) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "   measured  copies: 3 TB/s"
     assert lines[2] == "not checked  engine on ranks: one device: only in lock step"
     assert lines[-1] == "PASSED"
+
+
+def test_one_gpu_has_two_ranks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    engine = {"name": "engine on 2 ranks", "passed": True, "answer": "12 codecs", "remedy": ""}
+    started = answers(
+        monkeypatch,
+        FollowedJob(0, {"devices": 1, "checks": [OK]}, []),
+        FollowedJob(0, {"devices": 1, "checks": [engine]}, []),
+    )
+    assert main(["--device", "cuda"]) == 0
+    assert started[1][started[1].index("-np") + 1] == "2"
+    assert "--keep" in started[1]
+    assert capsys.readouterr().out.splitlines()[-1] == "PASSED"
+
+
+def test_nccl_takes_ranks_that_share_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("RANK", "1"),
+        ("NCCL_HOSTID", "a"),
+        ("NCCL_SOCKET_IFNAME", "eth1"),
+    ):
+        monkeypatch.setenv(name, value)
+    share_device(2)
+    assert nccl_host() == "a"
+    share_device(1)
+    assert nccl_host() == "rank 1 of a"
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
 @pytest.mark.parametrize("first", [OK, BAD])
