@@ -28,6 +28,7 @@ from farandole.comm.codecs.packing import BFloat16, Integers
 from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
+from farandole.comm.world import handshake
 from farandole.core.environ.nccl import nccl_host, share_device
 from farandole.core.vocabulary.errors import ConfigError
 from tests.simulated_device import HOST, OUTSIDE, SIDE, SimulatedDevice
@@ -421,3 +422,28 @@ def test_without_a_cache_nothing_is_kept(cache: Path, monkeypatch: pytest.Monkey
 def test_the_facts_of_a_device() -> None:
     assert facts.describe(CPU).startswith("device cpu, farandole ")
     assert facts.describe_rates(CPU).endswith("GB/s of memory read and written")
+
+
+def test_norms_of_all_lengths_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm = torch.Tensor.norm
+
+    def other_bits(x: torch.Tensor, *options: Any) -> torch.Tensor:
+        found: torch.Tensor = norm(x, *options)
+        return found * (1 if len(x) != 5002 else 1 + 1e-6)
+
+    compute = OPERATIONS["norm and fused sums"]
+    x = torch.randn(1 << 16)
+    expected = compute(x)
+    monkeypatch.setattr(torch.Tensor, "norm", other_bits)
+    assert not torch.equal(compute(x), expected)
+
+
+def test_ranks_of_one_gpu_are_refused_but_for_names_of_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "unique_id", lambda _: "GPU-1")
+    seen = []
+    for host in ("", "", "b"):
+        monkeypatch.setenv("NCCL_HOSTID", host)
+        seen.append({"gpu": handshake._taken_gpu(CPU), "place": "cuda:0 of a"})
+    handshake._refuse_shared_gpus(seen[1:])
+    with pytest.raises(ConfigError, match="ranks 0 and 1 are both on cuda:0 of a"):
+        handshake._refuse_shared_gpus(seen)

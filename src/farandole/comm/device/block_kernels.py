@@ -8,7 +8,7 @@ codec does, to the bit, and reads and writes each number once:
 - 1.5 x 2^23 added to a number of at most 2^22, and taken away, rounds it to the nearest whole one, ties to even;
 - magnitudes are compared by their bits, where NaN is above infinity and nothing is flushed to zero.
 
-[Note: halves of a piece] int8 has one byte a number. int4 has the numbers of a piece's first half in the low
+[Note: halves of a piece] With int8 a byte is a number. int4 has the numbers of a piece's first half in the low
 nibbles and those of the second half in the high ones, so a program takes the same blocks of both halves: `halves`
 is 1 or 2. A program takes `tile` blocks of `block` numbers of one row; `place` is where they are in a half, and
 `exists` says which of these blocks there are. A unit may end before its last piece does: `total` is its length.
