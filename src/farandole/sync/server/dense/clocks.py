@@ -1,10 +1,10 @@
 """Who is at which step, which pushes are applied in which order, and who may go on. Pure: no tensor, no socket.
 
-[Note: one order of pushes] All servers apply the same pushes in the same order: that of the entries that `Clocks` makes. A
-rank sends its gradients to all servers first, and says then that its step is done: only now is there an entry,
-so a push that a rank did not finish before it died is in none. The ranks carry the entries to the servers. With
-``staleness=0`` an entry has the pushes of all ranks of one step, and is made when the last of them is done; else
-it has one push, in the order in which they came.
+[Note: one order of pushes] All servers apply the same pushes in the same order: that of the entries that
+`Clocks` makes. A rank sends its gradients to all servers first, and says then that its step is done: only now is
+there an entry, so a push that a rank did not finish before it died is in none. The ranks carry the entries to
+the servers. With ``staleness=0`` an entry has the pushes of all ranks of one step, and is made when the last of
+them is done; else it has one push, in the order in which they came.
 
 [Note: bounded staleness] With ``staleness=s`` a rank begins its step number c when all others have done c - s
 steps (stale synchronous parallel, Ho 2013). Ranks that have left, or that wait in `fd.drain` for the others, do
