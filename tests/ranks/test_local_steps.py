@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -592,6 +594,27 @@ def test_steps_that_no_mean_has_are_said_at_the_end(monkeypatch: pytest.MonkeyPa
     model, optimizer = distributed("streaming:H=6,fragments=3,overlap=2", codec="int8")
     train(model, optimizer, batches(7))
     fd.shutdown()
+    assert [("steps of each rank were in no mean" in each) for each in said] == [True] * (world.rank == 0)
+
+
+@ranks(2)
+def test_a_model_that_is_gone_before_the_end_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trained in a function, as most are: its connections close, and what no mean has is said."""
+    world = fd.init()
+    said: list[str] = []
+    monkeypatch.setattr("farandole.sync.local_steps.write_notice", said.append)
+
+    def main() -> None:
+        model = language_model()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        fd.distribute(model, optimizer, fd.Plan(sync="streaming:H=6,fragments=3,overlap=2", codec="int8"))
+        train(model, optimizer, [(x.float(), y.float()) for x, y in batches(7)])
+        assert "farandole-conductor" in {each.name for each in threading.enumerate()}
+
+    main()
+    gc.collect()
+    fd.shutdown()
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("farandole")]
     assert [("steps of each rank were in no mean" in each) for each in said] == [True] * (world.rank == 0)
 
 

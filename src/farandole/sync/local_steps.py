@@ -47,13 +47,16 @@ class LocalSteps:
         """Steps of each optimizer."""
         self._end_every_step = end_every_step
         self._first_left = 0 if end_every_step is None else self._spec.first
-        self._step, self._weight = 0, 0.0
-        """Steps of this rank on its own, and what its samples in them add up to."""
+        self._weight = 0.0
+        """What the samples of this rank's steps on its own add up to."""
         self.meetings = Meetings(here, model, optimizers, plan, buffers)
         self._aside: GradsAside | None = None
-        self._is_averaged = self._was_told = False
-        here.session.call_on_close(self.close)
-        here.session.call_in_forked_child(self.forget)
+        self._is_averaged = False
+        self._end = _LocalShutdown(here, self.meetings)
+        # A model is often gone before the world closes: with the function that trained it.
+        weakref.finalize(self, here.session.let_go_later, self._end.close).atexit = False
+        here.session.call_on_close(self._end.close)
+        here.session.call_in_forked_child(self._end.forget)
         self._begin()
 
     # -- what a loop asks ----------------------------------------------------------------------
@@ -66,7 +69,7 @@ class LocalSteps:
     @property
     def steps_alone(self) -> int:
         """Steps of this rank that are in no mean yet, of some part of the model."""
-        return max(self._step - each.sent_at for each in self.meetings.fragments) if self.is_local else 0
+        return self._end.steps_alone
 
     @property
     def has_own_states(self) -> bool:
@@ -102,16 +105,16 @@ class LocalSteps:
                 self._end_every_step()
                 self._begin()
             return
-        self._step += 1
+        self._end.step += 1
         self._weight += self._here.session.batch_weight.factor
-        if self._spec.sends(self._step):
+        if self._spec.sends(self._end.step):
             self._refuse_others()
-        self.meetings.after_step(self._step, self._weight, self._optimizers)
+        self.meetings.after_step(self._end.step, self._weight, self._optimizers)
 
     def drain(self) -> None:
         """Meet now over all that ranks have changed since they met; to be called by all of them alike."""
         if self.is_local:
-            self.meetings.drain(self._step, self._weight, self._optimizers)
+            self.meetings.drain(self._end.step, self._weight, self._optimizers)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -128,20 +131,12 @@ class LocalSteps:
 
     def close(self) -> None:
         """Close the connections."""
-        if self.steps_alone and not self._here.sockets.shut_down:
-            self._tell(f"{self.steps_alone} steps of each rank were in no mean when the training ended")
-        self._was_told = True
-        self.meetings.close()
-
-    def forget(self) -> None:
-        """In a forked child: use no connection, and close none."""
-        self._was_told = True
-        self.meetings.forget()
+        self._end.close()
 
     def note_state_dict(self) -> None:
         """A state dict of the model is taken: say once if it is this rank's own."""
         if self.steps_alone and not self._is_averaged:
-            self._tell(
+            self._end.tell(
                 f"state_dict() has what this rank alone changed in {self.steps_alone} steps since the last meeting"
             )
 
@@ -157,7 +152,7 @@ class LocalSteps:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what this rank has beside model and optimizers, right after `drain`."""
-        return {"first_left": self._first_left, "step": self._step, **self.meetings.state_dict()}
+        return {"first_left": self._first_left, "step": self._end.step, **self.meetings.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; to be called by all ranks, when model and optimizers are loaded.
@@ -176,13 +171,13 @@ class LocalSteps:
             )
         if self._first_left and not first_left and self._end_every_step is not None:
             self._end_every_step()
-        self._first_left, self._step = first_left, int(state.get("step", 0))
+        self._first_left, self._end.step = first_left, int(state.get("step", 0))
         self._begin()
         self.meetings.load_state_dict(state)
 
     def _begin(self) -> None:
         self._weight = 0.0
-        self.meetings.begin(self._step)
+        self.meetings.begin(self._end.step)
 
     # -- what is refused -----------------------------------------------------------------------
 
@@ -213,7 +208,35 @@ class LocalSteps:
                 remedy="give the optimizer that steps in every iteration last",
             )
 
-    def _tell(self, what: str) -> None:
+
+class _LocalShutdown:
+    """What a policy has to close and to say: it is there when the policy is not any more."""
+
+    def __init__(self, here: World, meetings: Meetings) -> None:
+        self._here, self._meetings = here, meetings
+        self.step = 0
+        """Steps of this rank on its own."""
+        self._was_told = False
+
+    @property
+    def steps_alone(self) -> int:
+        """Steps of this rank that are in no mean yet, of some part of the model."""
+        return max(self.step - each.sent_at for each in self._meetings.fragments)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self.steps_alone and not self._here.sockets.shut_down:
+            self.tell(f"{self.steps_alone} steps of each rank were in no mean when the training ended")
+        self._was_told = True
+        self._meetings.close()
+
+    def forget(self) -> None:
+        """In a forked child: use no connection, and close none."""
+        self._was_told = True
+        self._meetings.forget()
+
+    def tell(self, what: str) -> None:
+        """Say once, on the first rank, what is in no mean, and the remedy."""
         if not self._was_told and self._here.rank == 0:
             write_notice(f"{what}: call farandole.drain(model) on all ranks before, or use farandole.averaged")
         self._was_told = True

@@ -8,6 +8,7 @@ import os
 import pickle
 import stat
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -78,6 +79,35 @@ def test_a_wrong_plan_says_what_is_wrong(values: dict[str, object], text: str) -
         Plan.from_mapping(values, where="x")
     assert text in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+def test_the_constructor_reads_what_a_file_may_have() -> None:
+    made = Plan(bucket_bytes="25 MiB", zero="2", clip_norm="none", timeout_seconds=5, recompute=["layers.*"])  # type: ignore[arg-type]
+    keys: dict[str, Any] = {"bucket_bytes": 25 * 2**20, "zero": 2, "timeout_seconds": 5.0, "recompute": ("layers.*",)}
+    assert made == Plan(**keys)
+    assert {name: getattr(made, name) for name in keys} == keys
+    assert type(made.timeout_seconds) is float
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"bucket_bytes": "many"}, "plan: bucket_bytes: expected a whole number, got 'many'"),
+        ({"bucket_bytes": 1.5}, "plan: bucket_bytes: expected a whole number, got 1.5"),
+        ({"accumulate": True}, "plan: accumulate: expected a whole number, got True"),
+        ({"lossy": "perhaps"}, "plan: lossy: expected true or false, got 'perhaps'"),
+        ({"precision": "int8"}, "plan: precision: expected one of 'fp32', 'bf16', 'fp16', got 'int8'"),
+        ({"codec": None}, "plan: codec: expected text, got None"),
+        ({"codec_for": 5}, "plan: codec_for: expected a table of texts, got 5"),
+        ({"sync": 3}, "plan: sync: expected text, got 3"),
+        ({"balance": [2, 1]}, "plan: balance: expected text, got [2, 1]"),
+        ({"timeout_seconds": object}, "plan: timeout_seconds: expected a number, got <class 'object'>"),
+    ],
+)
+def test_the_constructor_refuses_values_of_other_types(values: dict[str, Any], text: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**values)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ the keys mean (that is the dataclass's own `__post_init__`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 import types
@@ -25,6 +26,7 @@ else:  # pragma: no cover - the oldest supported Python only
     import tomli as tomllib
 
 T = TypeVar("T")
+_PLAIN: Final = (bool, int, float, str)
 
 PLAN_TABLES: Final = {
     "": ("version", "predicted"),
@@ -73,6 +75,15 @@ def build(kind: type[T], values: Mapping[str, Any], *, where: str, error: type[C
             raise error(f"{where}: unknown key {name!r}", remedy=did_you_mean(name, known))
         arguments[name] = convert(value, known[name], where=f"{where}: {name}", name=name, error=error)
     return kind(**arguments)
+
+
+def settle(value: object, *, where: str, error: type[ConfigError]) -> None:
+    """Convert the fields of a frozen dataclass that its constructor was given in another type, as `build` does."""
+    for name, hint, default in _hints(type(value)):  # type: ignore[arg-type]
+        given = getattr(value, name)
+        if given is not default and not (hint in _PLAIN and type(given) is hint):
+            converted = convert(given, hint, where=f"{where}: {name}", name=name, error=error)
+            object.__setattr__(value, name, converted)
 
 
 def flatten(
@@ -192,6 +203,13 @@ def _describe(option: Any) -> str:
     if typing.get_origin(option) is tuple:
         return "a list of texts"
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(option, str(option))
+
+
+@functools.cache
+def _hints(kind: Any) -> tuple[tuple[str, Any, Any], ...]:
+    """Return name, type and default of each field."""
+    hints = typing.get_type_hints(kind)
+    return tuple((each.name, hints[each.name], each.default) for each in dataclasses.fields(kind))
 
 
 def _is_union(hint: Any) -> bool:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .codec_spec import AUTO, NONE, OPTIONS, CodecSpec
-from .config import PLAN_TABLES, build, flatten, read_mapping
+from .config import PLAN_TABLES, build, flatten, read_mapping, settle
 from .degrees import EQUAL, NOT_WITH_BALANCE, ORDER, REST, Degree, refuse_balance_keys
 from .errors import PlanError
 from .predicted import refuse_impossible
@@ -48,8 +48,8 @@ _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 class Plan:
     """The configuration of a run: how it is distributed over its ranks. Immutable; the defaults suit most runs.
 
-    Each field is documented below; docs/plan.md has the same list. The constructor raises `PlanError` for values
-    that are out of range or contradict each other.
+    Each field is documented below; docs/plan.md has the same list. The constructor takes texts as a file does
+    ("25 MiB"), and raises `PlanError` for values of other types, out of range, or that contradict each other.
     """
 
     version: int = PLAN_VERSION
@@ -150,23 +150,18 @@ class Plan:
     """What the planner expects of a step: seconds, memory, and seconds by term. No effect on training."""
 
     def __post_init__(self) -> None:
+        _refuse_gone_routes(self.route, "plan")
+        settle(self, where="plan", error=PlanError)
         if self.version > PLAN_VERSION:
             raise PlanError(
                 f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",
                 remedy=upgrade_remedy(),
             )
-        _refuse_gone_routes(self.route, "plan")
         refuse_impossible(self.predicted)
-        for name, least in (
-            ("version", 1),
-            ("bucket_bytes", 1),
-            ("first_bucket_bytes", 1),
-            ("accumulate", 1),
-            ("connections", 1),
-        ):
+        for name in ("version", "bucket_bytes", "first_bucket_bytes", "accumulate", "connections"):
             value = getattr(self, name)
-            if value < least:
-                raise PlanError(f"plan: {name} = {value}, expected at least {least}")
+            if value < 1:
+                raise PlanError(f"plan: {name} = {value}, expected at least 1")
         self._refuse_degrees()
         self._refuse_tensor()
         refuse_pipeline_keys(
