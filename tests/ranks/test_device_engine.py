@@ -18,7 +18,7 @@ from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.device_exchanges import DeviceExchanges
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.apply import plan_of, reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.simulated_device import OUTSIDE, Race, SimulatedDevice
@@ -124,6 +124,22 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(("said", "mib"), [({}, 25), ({"bucket_bytes": 4 << 20}, 4)])
+@ranks(2)
+def test_buckets_are_of_a_devices_size(said: dict[str, int], mib: int) -> None:
+    fd.init()
+    with simulated():
+        model, _ = distributed(fd.Plan(**said))  # type: ignore[arg-type]
+        reducer, plan = reducer_of(model), plan_of(model)
+        assert reducer is not None
+        assert plan is not None
+        assert [each.bucket_bytes >> 20 for each in (reducer.plan, plan)] == [mib, mib]
+    model, _ = distributed(fd.Plan())
+    plan = plan_of(model)
+    assert plan is not None
+    assert plan.bucket_bytes == 4 << 20
 
 
 @ranks(2)

@@ -84,7 +84,7 @@ class NamedGradients(ABC):
             else:
                 sent[i] = self._compress(results[i], variables[i])
         parts = [self._part(i, each, labels[i], groups.get(i), plan) for i, each in sent.items()]
-        buckets = plan_buckets(parts, plan.bucket_bytes)
+        buckets = plan_buckets(parts, plan.with_bucket_bytes(on_device=False).bucket_bytes)
         tensors = [[sent[part.index].tensor for part in bucket.parts] for bucket in buckets]
         names = [tuple(labels[part.index] for part in bucket.parts) for bucket in buckets]
         for bucket, shares in zip(buckets, self._exchange(buckets, tensors, layout, names), strict=True):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..core.step_model.row_regions import gather_bytes, sum_regions
-from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.spec import USUAL_BUCKET_BYTES
 
 STAGES = ("0", "1", "2", "3", "hybrid")
 PRECISIONS = ("fp32", "bf16", "bf16-weights")
@@ -176,7 +176,7 @@ def memory_of(
     setting: Setting,
     *,
     ranks_per_host: int = 8,
-    bucket_bytes: int = Plan.bucket_bytes,
+    bucket_bytes: int = USUAL_BUCKET_BYTES,
     batch_factor: float = 1.0,
 ) -> MemoryByCategory:
     """Return the memory of one rank.

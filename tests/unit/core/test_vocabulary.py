@@ -83,15 +83,27 @@ def test_a_wrong_plan_says_what_is_wrong(values: dict[str, object], text: str) -
 
 def test_the_constructor_reads_what_a_file_may_have() -> None:
     made = Plan(bucket_bytes="25 MiB", zero="2", clip_norm="none", timeout_seconds=5, recompute=["layers.*"])  # type: ignore[arg-type]
-    keys: dict[str, Any] = {"bucket_bytes": 25 * 2**20, "zero": 2, "timeout_seconds": 5.0, "recompute": ("layers.*",)}
+    keys: dict[str, Any] = {
+        "bucket_bytes": 25 * 2**20,
+        "zero": 2,
+        "timeout_seconds": 5.0,
+        "recompute": ("layers.*",),
+    }
     assert made == Plan(**keys)
     assert {name: getattr(made, name) for name in keys} == keys
     assert type(made.timeout_seconds) is float
 
 
+def test_a_size_of_buckets_that_is_left_open_follows_the_device() -> None:
+    assert [Plan().with_bucket_bytes(on_device=each).bucket_bytes >> 20 for each in (False, True)] == [4, 25]
+    said = Plan(bucket_bytes=4 << 20)
+    assert said.with_bucket_bytes(on_device=True) is said
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
+        ({"bucket_bytes": -1}, "plan: bucket_bytes = -1, expected at least 0"),
         ({"bucket_bytes": "many"}, "plan: bucket_bytes: expected a whole number, got 'many'"),
         ({"bucket_bytes": 1.5}, "plan: bucket_bytes: expected a whole number, got 1.5"),
         ({"accumulate": True}, "plan: accumulate: expected a whole number, got True"),

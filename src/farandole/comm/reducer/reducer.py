@@ -34,11 +34,13 @@ from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog
 from ..buckets.bucket_set import BucketSet
 from ..codecs.registry import require_packer
+from ..device.streams import streams_of
 from ..gradients.parameters import relink_hooks
 from ..rows.late_rows import LateRows
 from ..rows.row_gather import RowGather
 from ..sessions import saved_state
 from ..world.world import World
+from .accelerators import device_of
 from .autograd_hooks import BackwardPasses
 from .noise_sums import NoiseReading, NoiseSums
 from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions
@@ -59,7 +61,8 @@ class GradientReducer:
         options: ReducerOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.world = world
-        self.plan = plan
+        device = device_of([parameter for _, parameter in parameters])
+        self.plan = plan = plan.with_bucket_bytes(on_device=streams_of(device) is not None)
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
         buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh)

@@ -1,8 +1,7 @@
 """The plan: everything that decides how a run is spread, in one frozen, versioned value.
 
-A plan is written by a user or a planner, read by ``farandole run --plan`` and
-`fd.distribute`, stored with every run and compared with ``==``. There is no second way to
-configure a run. Keys appear here when they have an effect, not before.
+A plan is written by a user or a planner, read by ``farandole run --plan`` and `fd.distribute`, stored with every
+run and compared with ``==``. There is no second way to configure a run. Keys are here when they have an effect.
 
 >>> Plan.from_mapping({"bucket_bytes": "4MiB"}, where="example").bucket_bytes
 4194304
@@ -29,6 +28,8 @@ from .suggestions import did_you_mean, upgrade_remedy
 from .sync_spec import EVERY_STEP, NOT_WITH_SERVERS, NOT_WITH_SYNC, refuse_sync_keys
 
 PLAN_VERSION = 1
+USUAL_BUCKET_BYTES, DEVICE_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
+"""The sizes of buckets where a plan leaves it open. An exchange is longer to start on an accelerator."""
 MOST_CONNECTIONS = 16
 MOST_ZERO = 3
 """The last stage of ZeRO (Rajbhandari et al. 2020, section 5): states, gradients and parameters are sharded."""
@@ -54,8 +55,8 @@ class Plan:
 
     version: int = PLAN_VERSION
     """Version of this format; a newer one is refused."""
-    bucket_bytes: int = 4 * 2**20
-    """Gradients are exchanged in buckets of about this many bytes (a larger gradient is its own bucket)."""
+    bucket_bytes: int = 0
+    """Gradients are exchanged in buckets of about this many bytes. 0: 4 MiB, and 25 MiB on accelerators."""
     first_bucket_bytes: int = 2**20
     """Bytes of the first bucket, which is smaller so that the exchange starts early in backward."""
     accumulate: int = 1
@@ -159,9 +160,9 @@ class Plan:
             )
         refuse_impossible(self.predicted)
         for name in ("version", "bucket_bytes", "first_bucket_bytes", "accumulate", "connections"):
-            value = getattr(self, name)
-            if value < 1:
-                raise PlanError(f"plan: {name} = {value}, expected at least 1")
+            value, least = getattr(self, name), int(name != "bucket_bytes")
+            if value < least:
+                raise PlanError(f"plan: {name} = {value}, expected at least {least}")
         self._refuse_degrees()
         self._refuse_tensor()
         refuse_pipeline_keys(
@@ -326,10 +327,8 @@ class Plan:
             )
 
     def _refuse_memory(self) -> None:
-        for name, default in (("offload", "none"), ("frozen_codec", "none")):
-            if getattr(self, name) == default:
-                continue
-            if self.bf16_parameters:
+        for name in ("offload", "frozen_codec"):
+            if getattr(self, name) != NONE and self.bf16_parameters:
                 raise PlanError(
                     f"plan: {name} = {getattr(self, name)!r} with bf16_parameters = true is not there yet",
                     remedy=f"leave {name} or bf16_parameters out",
@@ -372,6 +371,12 @@ class Plan:
         """Return the plan as TOML. A key whose value is none is left out."""
         lines = [f"{name} = {_to_toml(value)}" for name, value in self.to_mapping().items() if value is not None]
         return "\n".join(lines) + "\n"
+
+    def with_bucket_bytes(self, *, on_device: bool) -> Plan:
+        """Return the plan with a size of buckets, if it has any; `on_device`: gradients are on an accelerator."""
+        chosen = DEVICE_BUCKET_BYTES if on_device else USUAL_BUCKET_BYTES
+        is_open = not self.bucket_bytes and self.zero < MOST_ZERO
+        return dataclasses.replace(self, bucket_bytes=chosen) if is_open else self
 
     def differences(self, other: Plan) -> dict[str, tuple[Any, Any]]:
         """Return the keys in which two plans train differently, with both values."""

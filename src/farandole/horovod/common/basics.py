@@ -113,7 +113,7 @@ class HorovodBasics:
             for warning in settings.warnings:
                 warnings.warn(f"farandole: {warning}", RuntimeWarning, stacklevel=4)
         log = SwitchedLog(world.rank, world.size)
-        said_bytes = plan.plan.bucket_bytes if "bucket_bytes" in plan.sources else None
+        said_bytes = plan.plan.bucket_bytes or None
         give_up_seconds = settings.stall_shutdown_seconds or said_seconds or 0.0
         wanted = NamedOpsSettings(
             fusion_bytes=settings.fusion_bytes if said_bytes is None else said_bytes,

@@ -47,7 +47,7 @@ def advise_plan(
         ConfigError: `critical_batch` is not above 0.
     """
     model = CostModel(profile, cluster)
-    layout = RunLayout.of(candidate, cluster.tiers[0].ranks)
+    layout = RunLayout.of(candidate, cluster.tiers[0].ranks, on_device=not cluster.on_cpus)
     now = model.predict(candidate)
     question = BatchQuestion(
         ranks=candidate.ranks,

@@ -24,13 +24,13 @@ class RunLayout:
     ranks_per_host: int
 
     @classmethod
-    def of(cls, candidate: Candidate, ranks_per_host: int) -> RunLayout:
-        """Return the layout of `candidate`.
+    def of(cls, candidate: Candidate, ranks_per_host: int, *, on_device: bool = False) -> RunLayout:
+        """Return the layout of `candidate`. `on_device`: its ranks have accelerators.
 
         Raises:
             PlanError: the degrees do not fit the ranks; the batch does not divide.
         """
-        plan = candidate.plan
+        plan = candidate.plan.with_bucket_bytes(on_device=on_device)
         found = cls(
             plan, candidate.ranks, candidate.global_batch, degrees_of(plan, candidate.ranks),
             max(1, min(ranks_per_host, candidate.ranks)),

@@ -72,7 +72,7 @@ class CostModel:
                 f'plan: sync = "{candidate.plan.sync}": a step that exchanges nothing is not predicted yet',
                 remedy="leave sync out of the plan that is predicted",
             )
-        return RunLayout.of(candidate, self.cluster.tiers[0].ranks)
+        return RunLayout.of(candidate, self.cluster.tiers[0].ranks, on_device=not self.cluster.on_cpus)
 
     def _seconds(self, placed: PlacedModel, case: Case) -> float:
         return costed_step(placed.again(self._rates[case]), self._rates[case]).seconds

@@ -53,7 +53,7 @@ def work_of(profile: ModelProfile, cluster: Cluster, candidate: Candidate, predi
     Raises:
         PlanError: as the cost model raises it.
     """
-    layout = RunLayout.of(candidate, cluster.tiers[0].ranks)
+    layout = RunLayout.of(candidate, cluster.tiers[0].ranks, on_device=not cluster.on_cpus)
     if layout.plan.weight_versions > 1:
         raise PlanError(
             f"plan: weight_versions = {layout.plan.weight_versions}: runs are simulated step by step, and batches "

@@ -210,7 +210,7 @@ def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Clus
         return [f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)']
     if request.allow_lossy:
         return []
-    why = "(--allow-lossy)" if cluster.on_cpus else "(they take tensors in the memory of a CPU)"
+    why = "(--allow-lossy)" if cluster.on_cpus else "(how fast they are on an accelerator is not known here)"
     return [f"lossy codecs were not considered {why}"]
 
 

@@ -26,7 +26,7 @@ def in_words(candidate: Candidate) -> str:
         words.append(f"{plan.recompute} recomputed")
     if plan.codec != NONE:
         words.append(f"codec {plan.codec}")
-    if plan.bucket_bytes != Plan.bucket_bytes:
+    if plan.bucket_bytes:
         words.append(f"buckets of {plan.bucket_bytes / 2**20:g} MiB")
     if plan.route != "auto":
         words.append(f"route {plan.route}")

@@ -32,12 +32,13 @@ def settings_of(layout: SearchLayout, request: SearchRequest, cluster: Cluster) 
     if layout.zero == MOST_ZERO:
         yield from ({"codec": codec} for codec in codecs if codec != NONE)
         return
-    sizes = [Plan.bucket_bytes] if "bucket_bytes" in fixed else BUCKET_BYTES
+    usual = Plan().with_bucket_bytes(on_device=not cluster.on_cpus).bucket_bytes
+    sizes = [0, *(size for size in BUCKET_BYTES if size != usual and "bucket_bytes" not in fixed)]
     routes = ROUTES if "route" not in fixed and len(cluster.tiers) > 1 else ROUTES[:1]
     for codec, nbytes, route in product(codecs, sizes, routes):
         keys: dict[str, Any] = {"codec": codec, "bucket_bytes": nbytes, "route": route}
         if "first_bucket_bytes" not in fixed:
-            keys["first_bucket_bytes"] = min(nbytes, Plan.first_bucket_bytes)
+            keys["first_bucket_bytes"] = min(nbytes or usual, Plan.first_bucket_bytes)
         changed = {key: value for key, value in keys.items() if key not in fixed and value != getattr(Plan, key)}
         if changed:
             yield changed
@@ -51,7 +52,7 @@ def is_lossy(plan: Plan) -> bool:
 
 
 def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
-    if "codec" in request.fixed or not request.allow_lossy or not cluster.on_cpus:  # which take no accelerator's
+    if "codec" in request.fixed or not request.allow_lossy or not cluster.on_cpus:  # whose speeds are known
         return [NONE]
     return [NONE, *(name for name in CANDIDATES if name in cluster.codecs and _works(name, layout))]
 

@@ -115,6 +115,8 @@ class Space:
             return ""
         codecs = [name for name in ("codec", "weight_codec") if self._request.fixed.get(name, NONE) != NONE]
         what = f"ZeRO-{zero}" if 0 < zero < MOST_ZERO else "".join(codecs[:1])
+        if what in codecs:
+            return f"how fast {what} is on an accelerator is not known to the planner"
         return f"{what} takes tensors in the memory of a CPU" if what else ""
 
     def _of_samples(self, base: SearchLayout) -> str:

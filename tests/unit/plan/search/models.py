@@ -17,6 +17,7 @@ from farandole.core.cluster.coefficient import Coefficient
 from farandole.core.step_model.comm_cost import ring_factor
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.spec import USUAL_BUCKET_BYTES
 from farandole.plan.candidate import Candidate, Prediction, Term
 from farandole.plan.memory import ActivationFacts, MemoryByCategory, ModelFacts, OptimizerFacts, WeightFacts
 from farandole.plan.model.profile import (
@@ -88,8 +89,9 @@ def predict_plainly(profile: ModelProfile, cluster: Cluster, candidate: Candidat
     link = cluster.tier_of(replicas, tensor).collectives["all_reduce"]
     ratio = 1.0 if plan.codec == NONE else cluster.codecs[plan.codec].ratio
     exchange = ring_factor(replicas) * nbytes * ratio / link.bytes_per_second.value if replicas > 1 else 0.0
-    buckets = max(1.0, nbytes / plan.bucket_bytes)
-    exchange += (buckets * link.latency_seconds.value + plan.bucket_bytes / 1e10) if replicas > 1 else 0.0
+    bucket_bytes = plan.bucket_bytes or USUAL_BUCKET_BYTES
+    buckets = max(1.0, nbytes / bucket_bytes)
+    exchange += (buckets * link.latency_seconds.value + bucket_bytes / 1e10) if replicas > 1 else 0.0
     exchange *= 1.5 * passes if plan.zero == 3 else 1.05 if plan.zero else 1.0
     terms: dict[Term, float] = {"compute": compute, "recompute": again, "bubble": bubble}
     terms["data"] = max(0.3 * exchange, exchange - compute)
@@ -115,7 +117,8 @@ def _memory(profile: ModelProfile, candidate: Candidate, data: int) -> tuple[Mem
     return (
         MemoryByCategory(
             round(weights / (share if plan.zero == 3 else 1)), round(weights / (share if plan.zero >= 2 else 1)),
-            round(2 * weights / (share if plan.zero else 1)), round(saved), 2 * plan.bucket_bytes,
+            round(2 * weights / (share if plan.zero else 1)), round(saved),
+            2 * (plan.bucket_bytes or USUAL_BUCKET_BYTES),
         ),
     ) * pipeline  # fmt: skip
 

@@ -25,7 +25,8 @@ def plan_for_reducer(plan: Plan, compression: Any, parameters: Iterable[torch.Te
     if by_script and spec.is_applied and not any(can_have(each, spec) for each in parameters):
         plan = replace(plan, codec=NONE)  # a small model has nothing to compress: no mistake in the script
     # A threshold of 0 joins nothing, in the first bucket neither.
-    plan = replace(plan, first_bucket_bytes=min(plan.first_bucket_bytes, plan.bucket_bytes))
+    if plan.bucket_bytes:
+        plan = replace(plan, first_bucket_bytes=min(plan.first_bucket_bytes, plan.bucket_bytes))
     if plan.timeout_seconds == Plan().timeout_seconds:
         plan = replace(plan, timeout_seconds=here.timeout_seconds)
     if plan.route == "hierarchical" and basics.running.settings.asks_for_hierarchy and not _has_hierarchy(here):
