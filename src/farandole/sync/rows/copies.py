@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,9 +12,13 @@ from torch import nn
 
 from ...core.vocabulary.errors import ConfigError
 from ..server.message import ServerMessage
-from .index import IdIndex
+from .id_text import read_ids
 from .links import RowLinks
+from .store import RowStore
 
+_REMOVED: Final = -1
+"""In place of a version, for a row that was removed; its place is free with those of many others."""
+_LEAST_COMPACTED: Final = 1024
 Mark = tuple[tuple[int, int], ...]
 """By server which life of its table it was, and the version. A restored server applies pushes that come again in
 another order, so its versions are those of another life."""
@@ -81,15 +86,15 @@ class RowCopy(nn.Module):
 
     def __init__(self, dim: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self._rows = torch.zeros(0, dim, dtype=dtype)
-        self._index, self._count = IdIndex(), 0
+        self._dim, self._dtype = dim, dtype
+        self._rows, self._removed = RowStore(dim, 0, dtype), 0
         self._at_seconds = float("-inf")
         self.mark: Mark | None = None
         """What the next `changes_since` is asked for."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
-        return len(self._index)
+        return len(self._rows) - self._removed
 
     @property
     def age_seconds(self) -> float:
@@ -101,35 +106,41 @@ class RowCopy(nn.Module):
 
         Raises `ConfigError` for rows of another dim, and changes that are not those since `mark`.
         """
-        if changes.rows.shape[1] != self._rows.shape[1]:
-            raise ConfigError(f"rows of {changes.rows.shape[1]}, but the copy has dim = {self._rows.shape[1]}")
+        if changes.rows.shape[1] != self._dim:
+            raise ConfigError(f"rows of {changes.rows.shape[1]}, but the copy has dim = {self._dim}")
         if not changes.is_whole and changes.since != self.mark:
             raise ConfigError(
                 f"changes since {changes.since}, but the copy is of {self.mark}, so it would miss some",
                 remedy="copy.update(table.changes_since(copy.mark)), each time",
             )
         if changes.is_whole:
-            self._index, self._count = IdIndex(), 0
-        ids = changes.ids.numpy()
-        places = self._index.find(ids)
-        new = np.flatnonzero(places < 0)
-        places[new] = np.arange(self._count, self._count + len(new))
-        self._count += len(new)
-        if self._count > len(self._rows):
-            grown = torch.zeros(max(2 * len(self._rows), self._count), self._rows.shape[1], dtype=self._rows.dtype)
-            grown[: len(self._rows)] = self._rows
-            self._rows = grown
-        self._index.add(ids[new], places[new])
-        self._rows[torch.from_numpy(places)] = changes.rows.to(self._rows.dtype)
-        gone = self._index.find(changes.removed.numpy())
-        self._rows[torch.from_numpy(gone[gone >= 0])] = 0
+            self._rows = RowStore(self._dim, 0, self._dtype)
+        gone = self._rows.find(changes.removed.numpy())
+        gone = gone[gone >= 0]
+        self._rows.values[torch.from_numpy(gone)] = 0
+        self._rows.touched[gone] = _REMOVED
+        ids, rows = changes.ids.numpy(), changes.rows.to(self._dtype)
+        places = self._rows.find(ids)
+        old, new = np.flatnonzero(places >= 0), np.flatnonzero(places < 0)
+        self._rows.values[torch.from_numpy(places[old])] = rows[torch.from_numpy(old)]
+        self._rows.touched[places[old]] = 0
+        self._rows.add(ids[new], rows[torch.from_numpy(new)], None)
+        is_removed = self._rows.touched == _REMOVED
+        self._removed = int(is_removed.sum())
+        if 2 * self._removed > len(self._rows) + _LEAST_COMPACTED:
+            self._rows.keep(~is_removed)
+            self._removed = 0
         self.mark, self._at_seconds = changes.mark, changes.at_seconds
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows of `ids`, integers of any shape, as shape + (dim,)."""
-        places = self._index.find(ids.reshape(-1).long().numpy())
+        """Return the rows of `ids`, integers of any shape, as shape + (dim,), on their device.
+
+        Raises `ConfigError` for ids that are below 0 or no integers.
+        """
+        flat = read_ids(ids, "the copy")
+        places = self._rows.find(flat)
         if not len(self._rows):
-            return torch.zeros(*ids.shape, self._rows.shape[1], dtype=self._rows.dtype)
-        found = self._rows[torch.from_numpy(np.maximum(places, 0))]
+            return torch.zeros(*ids.shape, self._dim, dtype=self._dtype, device=ids.device)
+        found = self._rows.values[torch.from_numpy(np.maximum(places, 0))]
         found[torch.from_numpy(places < 0)] = 0
-        return found.view(*ids.shape, -1)
+        return found.view(*ids.shape, -1).to(ids.device)

@@ -1,4 +1,4 @@
-"""Ids on the wire: ascending, as differences in the narrowest integer that holds them; counts likewise."""
+"""Ids of a script, and on the wire: ascending, as differences in the narrowest integer that has them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,21 @@ from numpy.typing import NDArray
 from ...core.vocabulary.errors import ConfigError
 
 _WIDTHS = (np.uint8, np.int16, np.int32, np.int64)
+
+
+def read_ids(ids: torch.Tensor, owner: str) -> NDArray[np.int64]:
+    """Return ids of any shape and device as (ids,). Raises `ConfigError` for what are no integers from 0 on."""
+    is_tensor = isinstance(ids, torch.Tensor)
+    if not is_tensor or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        kind = str(ids.dtype) if is_tensor else type(ids).__name__
+        raise ConfigError(f"{owner}: ids of {kind}, expected a tensor of int64", remedy="torch.as_tensor(ids)")
+    flat: NDArray[np.int64] = ids.detach().reshape(-1).cpu().long().numpy()
+    if len(flat) and flat.min() < 0:
+        raise ConfigError(
+            f"{owner}: id {flat.min()}, expected ids from 0 to 2**63 - 1",
+            remedy="map hashes to 63 bits: ids & (2**63 - 1)",
+        )
+    return flat
 
 
 def pack_numbers(numbers: NDArray[np.int64]) -> torch.Tensor:

@@ -63,7 +63,9 @@ class RowMessages:
             lr: the learning rate of the step.
             weight: of this rank in the sum, over the mean of ranks.
         """
-        if not len(ids) and not self._in_rounds:
+        if self._in_rounds:
+            self._wait_for_rounds()
+        elif not len(ids):
             return
         finite = torch.isfinite(grads).all(1)
         not_finite = None if bool(finite.all()) else int(ids[int((~finite).nonzero()[0])])
@@ -92,3 +94,11 @@ class RowMessages:
             places = {server: at for server, at in places.items() if len(at) > begin}
         self._round += 1
         self._read.clear()
+
+    def _wait_for_rounds(self) -> None:
+        """Wait until all that was pushed is applied, at shards that were not read since: they would queue it."""
+        first, steps = pack_ids(np.empty(0, np.int64))
+        pull = ServerMessage({"do": "pull", "first": first, "round": self._round}, [steps])
+        unread = [server for server in range(self.links.count) if server not in self._read]
+        if self._round and unread:
+            self.links.call(dict.fromkeys(unread, pull), keeps=False)

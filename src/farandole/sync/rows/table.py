@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 import numpy as np
@@ -28,10 +28,11 @@ from torch.optim import Optimizer
 
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
-from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ..server.message import ServerMessage
 from .copies import Mark, RowChanges, read_changes
 from .hashing import key_of
+from .id_text import read_ids
 from .links import LocalShards, RowLinks, RowServers, ServerShards
 from .optimizers import RowOptimizer
 from .requests import RowMessages
@@ -54,6 +55,13 @@ class RowStatistics:
     """How many pushes, of all ranks, were applied so many pushes after what their gradients were computed from."""
 
 
+@dataclass(eq=False)
+class JobTables:
+    """The tables that this rank has made. Kept by the world's session."""
+
+    names: set[str] = field(default_factory=set)
+
+
 @dataclass(frozen=True)
 class _Gradient:
     ids: NDArray[np.int64]
@@ -65,7 +73,8 @@ class RowTable(nn.Module):
     """An embedding of any int64 ids from 0 on. To be made by all ranks, with the same arguments.
 
     It has no parameters: `model.parameters()` and `state_dict()` are without it (see `snapshot`), and
-    gradient clipping does not reach it. Servers start with the first table of a job.
+    gradient clipping does not reach it. `fd.save` has the tables of a model, and those it is given. Servers
+    start with the first table of a job.
 
     Args:
         name: of the table; first values and owners follow from it.
@@ -121,6 +130,8 @@ class RowTable(nn.Module):
             links, key_of(name, 0), dim, dtype, in_rounds=staleness == 0, counts_occurrences=admit > 1
         )
         self._gradients: list[_Gradient] = []
+        if has_world():
+            world().session.keep(JobTables, JobTables).names.add(name)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -128,15 +139,8 @@ class RowTable(nn.Module):
 
         An id without a row has its first values. Raises `ConfigError` for ids below 0 or that are no integers.
         """
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise ConfigError(f"table {self.name!r}: ids of {ids.dtype}, expected int64")
-        flat = ids.detach().reshape(-1).cpu().long().numpy()
+        flat = read_ids(ids, f"table {self.name!r}")
         unique, inverse, counts = np.unique(flat, return_inverse=True, return_counts=True)
-        if len(unique) and unique[0] < 0:
-            raise ConfigError(
-                f"table {self.name!r}: id {unique[0]}, expected ids from 0 to 2**63 - 1",
-                remedy="map hashes to 63 bits: ids & (2**63 - 1)",
-            )
         rows = self._exchange.pull(unique).to(ids.device)
         if torch.is_grad_enabled():
             anchor = torch.zeros(0, device=rows.device, requires_grad=True)
@@ -191,11 +195,19 @@ class RowTable(nn.Module):
         self._gradients.clear()
         if self._world is not None:  # what another rank pushed before must not come after
             all_gather_json(self._world, f"rows of {self.name} to restore", "")
-        problem = ""
+        problem, failure = "", None
         if self._world is None or self._world.rank == 0:
-            problem = put_rows(self._exchange, saved, self._state_width)
-        if self._world is not None:
-            problem = all_gather_json(self._world, f"rows of {self.name} restored", problem)[0]
+            try:
+                problem = put_rows(self._exchange, saved, self._state_width)
+            except FarandoleError as error:
+                failure = error
+        if self._world is not None:  # the others wait to hear of a failure, too
+            said = ["" if failure is None else str(failure), problem]
+            lost, problem = all_gather_json(self._world, f"rows of {self.name} restored", said)[0]
+            if lost and failure is None:
+                failure = FarandoleError(f"table {self.name!r}: rank 0 could not give back its rows: {lost}")
+        if failure is not None:
+            raise failure
         if problem:
             raise ConfigError(
                 f"table {self.name!r}: {problem}", remedy="make the table as it was when it was saved"

@@ -42,6 +42,7 @@ from ...core.vocabulary.errors import CheckpointError, FarandoleError
 from ...core.vocabulary.events import CHECKPOINT, Phase
 from ...parallel.apply import plan_of
 from ...parallel.pipeline.apply import refuse_open_batch
+from ...sync.rows.checkpointed import tell_left_out
 from ...version import VERSION
 from .agreement import together, together_saying
 from .division import Item, divide, local_items, plan_from_json
@@ -149,6 +150,7 @@ class Saver:
         here = self._here
         refuse_open_batch(self._training.model, "farandole.save")
         meet_before(self._training)
+        tell_left_out(here, [each.table for each in self._training.tables])
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
         if len({digests["copies"] for digests in said}) > 1:

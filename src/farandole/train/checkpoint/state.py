@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...checkpoint.encoding import encode
 from ...comm.messages.element_bytes import bytes_of
-from ...comm.world.world import World
+from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECKPOINT_OBJECTS, Setup
@@ -31,6 +31,8 @@ from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
 from ...parallel.zero.weight_residuals import weight_residuals
+from ...sync.rows.checkpointed import TableState, tables_in
+from ...sync.rows.table import RowTable
 from .optimizers import merge_optimizers, parameter_names, plain_parameters, read_optimizer
 from .random_state import read_random_state
 from .values import ELSEWHERE, TensorsAside, entries, tensor_names
@@ -54,6 +56,11 @@ class Training:
         return self.modules["model"]
 
     @property
+    def tables(self) -> list[TableState]:
+        """The tables of rows among the others."""
+        return [each for each in self.others.values() if isinstance(each, TableState)]
+
+    @property
     def names(self) -> dict[int, str]:
         """Name of each parameter, by its identity."""
         return parameter_names(self.modules)
@@ -61,7 +68,9 @@ class Training:
 
 def make_training(model: nn.Module, optimizer: Optimizer | None, others: Mapping[str, Any]) -> Training:
     """Sort the arguments of `fd.save`; raise `CheckpointError` for one that has no state."""
-    modules, optimizers, rest = {"model": model}, {}, {}
+    modules: dict[str, nn.Module] = {"model": model}
+    optimizers: dict[str, Optimizer] = {}
+    rest: dict[str, Any] = {}
     if optimizer is not None:
         optimizers["optimizer"] = optimizer
     for name, value in others.items():
@@ -75,6 +84,8 @@ def make_training(model: nn.Module, optimizer: Optimizer | None, others: Mapping
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict", is_input=True
             )
+    rest |= {name: TableState(each, world()) for name, each in tables_in(modules).items()}
+    modules = {name: each for name, each in modules.items() if name == "model" or not isinstance(each, RowTable)}
     return Training(modules, optimizers, rest)
 
 
@@ -180,6 +191,8 @@ def meet_before(training: Training) -> None:
         if policy is not None:
             policy.drain()
             policy.gather_states()
+    for table in training.tables:
+        table.meet()
 
 
 def module_splits(module: nn.Module) -> dict[str, Split]:

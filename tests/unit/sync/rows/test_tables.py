@@ -8,12 +8,13 @@ import random
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import farandole as fd
-from farandole.sync.rows.copies import RowCopy
+from farandole.sync.rows.copies import RowChanges, RowCopy
 from farandole.sync.rows.optimizers import RowOptimizer
 from farandole.sync.rows.service import RowService
 from farandole.sync.rows.shard import RowRules
@@ -184,6 +185,28 @@ def test_a_copy_takes_touched_rows_alone() -> None:
     assert len(served) == 0, "a copy of what is gone begins anew"
 
 
+def test_a_copy_gives_the_places_of_removed_rows_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a generated program of rows that come, change, go and come again."""
+    monkeypatch.setattr("farandole.sync.rows.copies._LEAST_COMPACTED", 4)
+    random_ids = random.Random(5)
+    rows: dict[int, float] = {}
+    served = RowCopy(1)
+    for number in range(300):
+        gone = random_ids.sample(sorted(rows), min(len(rows), random_ids.randrange(8)))
+        ids = [each for each in random_ids.sample(range(60), random_ids.randrange(6)) if each not in gone]
+        values = torch.rand(len(ids), 1)
+        mark = ((0, number),)
+        served.update(
+            RowChanges(torch.tensor(ids, dtype=torch.int64), values, torch.tensor(gone, dtype=torch.int64),
+                       False, served.mark, mark, 0.0)
+        )  # fmt: skip
+        rows = {each: value for each, value in rows.items() if each not in gone}
+        rows |= dict(zip(ids, values[:, 0].tolist(), strict=True))
+        assert len(served) == len(rows)
+        assert served(torch.arange(60))[:, 0].tolist() == [rows.get(each, 0.0) for each in range(60)]
+        assert len(served._rows) <= 2 * len(rows) + 4
+
+
 def test_passes_that_are_not_trained_leave_nothing() -> None:
     made = table(optimizer="sgd:lr=1", admit=2)
     made(torch.tensor([1]))
@@ -242,6 +265,12 @@ def test_what_is_wrong_is_refused_by_name() -> None:
         made(torch.tensor([5, -3]))
     with pytest.raises(fd.ConfigError, match=r"ids of torch.float32"):
         made(torch.tensor([5.0]))
+    for wrong in ([5, 3], np.array([5, 3]), 5):
+        for lookup in (made, RowCopy(DIM)):
+            with pytest.raises(fd.ConfigError, match=f"ids of {type(wrong).__name__}, expected a tensor of int64"):
+                lookup(wrong)
+    with pytest.raises(fd.ConfigError, match=r"the copy: ids of torch.float32"):
+        RowCopy(DIM)(torch.tensor([5.5]))
     for action in (copy.deepcopy, pickle.dumps):
         with pytest.raises(fd.ConfigError, match="table 't' cannot be"):
             action(made)
