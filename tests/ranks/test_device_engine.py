@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -21,6 +22,7 @@ from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import plan_of, reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 from tests.simulated_device import OUTSIDE, Race, SimulatedDevice
 
 WIDTH = 64
@@ -70,16 +72,20 @@ def first_weight(model: nn.Module) -> torch.Tensor:
     return dict(model.named_parameters())["branch.weight"][0, 0]
 
 
-def distributed(plan: fd.Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+def distributed(plan: fd.Plan, *, all_coded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """`all_coded`: what no codec is for does not train, so that no gradient travels by the backend's sum."""
     torch.manual_seed(1)
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for parameter in model.parameters() if all_coded else ():
+        parameter.requires_grad_(parameter.numel() >= WIDTH * WIDTH)
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.SGD(trained, 0.1, momentum=0.9)
     return fd.distribute(model, optimizer, plan)
 
 
-def train(plan: fd.Plan, *, steps: int = 7, bad_step: int | None = 4) -> nn.Module:
+def train(plan: fd.Plan, *, steps: int = 7, bad_step: int | None = 4, all_coded: bool = False) -> nn.Module:
     """Train with clipping, accumulation, a branch that one rank leaves out, and a step with infinity."""
-    model, optimizer = distributed(plan)
+    model, optimizer = distributed(plan, all_coded=all_coded)
     rank = fd.world().rank
     for step in range(steps):
         optimizer.zero_grad()
@@ -124,6 +130,40 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full) for each in CODECS]
+)
+@ranks(4, **TWO_HOSTS)
+def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
+    """With the bits of CPU ranks behind switches, which add up in the same order."""
+    pretend_two_hosts()
+    fd.init()
+    keys: dict[str, Any] = {"codec": codec, "bucket_bytes": 16384, "first_bucket_bytes": 1024}
+    bad_step = None if codec.startswith("randomk") else 4
+    expected = state_of(train(fd.Plan(**keys, ranks_per_switch=2), bad_step=bad_step, all_coded=True))
+    with simulated() as device:
+        model = train(fd.Plan(**keys), bad_step=bad_step, all_coded=True)
+        assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
+        found, reducer = state_of(model), reducer_of(model)
+        assert reducer is not None
+        assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
+        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        is_sliced = [each.gradients.shared is not None for each in coded]
+        assert is_sliced == [not codec.startswith("powersgd")] * len(coded)
+        assert coded
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@ranks(4, **TWO_HOSTS)
+def test_a_wait_for_slices_that_is_left_out_is_found() -> None:
+    pretend_two_hosts()
+    fd.init()
+    with simulated("launch"), pytest.raises(Race):
+        train(fd.Plan(codec="int8", bucket_bytes=16384, first_bucket_bytes=1024))
 
 
 @pytest.mark.parametrize(("said", "mib"), [({}, 25), ({"bucket_bytes": 4 << 20}, 4)])

@@ -108,9 +108,7 @@ class CodedBucket(Bucket):
         self.members, self.pending = members, 0
         # - Memory and codec
         self._route, size = lines.route, len(lines.everyone.ranks)
-        by_slices = lines.route == "hierarchical" and codec.granularity == "segment"
-        group = lines.across if by_slices else lines.everyone
-        memory = lines.memory if by_slices else None
+        group, memory = lines.slices if codec.granularity == "segment" else (lines.everyone, None)
         self.gradients: FlatGradients = FlatGradients(parameters, layouts, memory=memory, multiple=MULTIPLE * size)
         shared, flat = self.gradients.shared, self.gradients.flat
         self.coded: CodedFlat = CodedFlat(

@@ -10,6 +10,7 @@ See [Note: no wait for a device] in `device.streams`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -136,7 +137,10 @@ class DeviceCodedBucket(CodedBucket):
         """See `Bucket`."""
         assert route.on_device is not None, "a codec needs its conductor"
         self.gradients.note_uses()
-        work = route.on_device.submit(self._items(route), self._land)
+        shared, prepare = self.gradients.shared, None
+        if shared is not None:
+            prepare = partial(shared.reduce_scatter, self.gradients.divisor)
+        work = route.on_device.submit(self._items(route), self._land, prepare)
         self._work = work
         return work
 
@@ -167,11 +171,14 @@ class DeviceCodedBucket(CodedBucket):
 
     def _land(self) -> None:
         """Let the mean be NaN, and what is kept be that of before, if some rank had NaN or infinity."""
-        flat, rows = self.gradients.flat, self._rows
+        flat, rows, shared = self.gradients.flat, self._rows, self.gradients.shared
         assert rows is not None, "announcements travel first"
+        if shared is not None:
+            shared.all_gather()
         mean_bad = self._bad_members(flat)
-        announced = rows[:, 0].bool().any()
-        bad = announced | mean_bad.any() | (self._has_finite_mean ^ True)
+        bad = rows[:, 0].bool().any() | mean_bad.any()
+        if shared is None:  # else it is of this rank's slice alone, and all ranks see all of them
+            bad = bad | (self._has_finite_mean ^ True)
         self._return_kept_where(rows[:, _FLAGS + 1 :].bool().any(0))
         self.coded.states.restore_where(bad)
         flat.masked_fill_(bad, torch.nan)

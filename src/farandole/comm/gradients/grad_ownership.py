@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
 from ..messages.reduce_rules import accumulates_in_fp32
@@ -82,7 +83,7 @@ class FlatGradients:
         parameters: Sequence[torch.nn.Parameter],
         layouts: Sequence[Layout],
         *,
-        memory: SharedMemory | SwitchGroup | None = None,
+        memory: SharedMemory | SwitchGroup | DeviceSlices | None = None,
         tail: int = 0,
         multiple: int = 1,
     ) -> None:
@@ -99,7 +100,7 @@ class FlatGradients:
         dtype = self.parameters[0].dtype
         offsets, self.elements = _offsets(self.parameters)
         length = -(-(self.elements + tail) // multiple) * multiple
-        self.shared: SharedTensor | SwitchTensor | None = None
+        self.shared: SharedTensor | SwitchTensor | DeviceSliceTensor | None = None
         """What `flat` is this rank's part of."""
         self.divisor = 1
         """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which

@@ -25,6 +25,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan, RouteName
 from ..device.streams import streams_of
 from ..device.tested import was_tested
+from ..host_memory.device_slices import DeviceSlices, SlicesByHost
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
 from ..host_memory.switch_tensor import SwitchGroup, switch_circles
 from ..messages.message import Message
@@ -58,6 +59,8 @@ class Route:
     """Drives everything but the backend's all-reduce; None if nothing else is used."""
     on_device: StreamConductor | None = None
     """Drives codecs where gradients are on an accelerator; None if they are not, or there are no codecs."""
+    on_hosts: SlicesByHost | None = None
+    """The ranks that exchange slices by codecs on an accelerator; None: all exchange whole buckets."""
     limit_bytes: int = LEAST_LIMIT_BYTES
     """How long a message between two ranks may be."""
 
@@ -65,6 +68,13 @@ class Route:
     def circle(self) -> RankGroup:
         """Those who exchange pieces of buckets: all ranks, or those with my slice on other hosts."""
         return self.across if self.route == "hierarchical" else self.everyone
+
+    @property
+    def slices(self) -> tuple[RankGroup, SharedMemory | SwitchGroup | DeviceSlices | None]:
+        """The ranks that exchange slices of a bucket by a codec, and what adds it up before; else all, and None."""
+        if self.on_hosts is not None:
+            return self.on_hosts.across, self.on_hosts.inside
+        return (self.across, self.memory) if self.route == "hierarchical" else (self.everyone, None)
 
     def without_memory(self, reason: str) -> Route:
         """Return the flat route of the same ranks, by the same connections, without memory that is shared."""
@@ -77,11 +87,11 @@ class Route:
         `device`: that this rank's gradients are on.
         """
         if streams_of(device) is not None:
-            return (
-                self
-                if self.on_device is not None
-                else replace(self, on_device=_on_device(device, self.group, self.everyone))
-            )
+            if self.on_device is not None:
+                return self
+            hosts, reason = _hosts(world, plan, device)
+            return replace(self, on_device=_on_device(device, self.group, self.everyone, hosts), on_hosts=hosts,
+                           reason=reason or self.reason)  # fmt: skip
         if self.conductor is not None and self.conductor.has_transport:
             return self
         transport = _transport(world, plan, self.limit_bytes)
@@ -95,7 +105,8 @@ class Route:
             self.conductor.close()
         if self.memory is not None:
             self.memory.close()
-        world.drop_group(self.group)
+        for group in (self.group, *(() if self.on_hosts is None else self.on_hosts.groups)):
+            world.drop_group(group)
 
 
 def connect_route(
@@ -121,25 +132,54 @@ def connect_route(
     try:
         switches, memory = switch_circles(world, plan), None
         if switches is None:
-            route, reason, memory = _choose(world, plan, place)
+            on_hosts, shape = _hosts(world, plan, device) if has_streams and needs_messages else (None, "")
+            if on_hosts is None:
+                route, reason, memory = _choose(world, plan, place)
+            else:
+                route, reason = "flat", shape
             across = _across(world, memory) if route == "hierarchical" else RankGroup((world.rank,), world.rank)
         else:
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
         if has_streams and needs_messages:
-            on_device = _on_device(device, group, everyone)
-            return Route(route, reason, group, everyone, across, on_device=on_device, limit_bytes=limit_bytes)
+            on_device = _on_device(device, group, everyone, on_hosts)
+            return Route(route, reason, group, everyone, across, on_device=on_device, on_hosts=on_hosts,
+                         limit_bytes=limit_bytes)  # fmt: skip
         has_messages = needs_messages or route not in ("flat", "shared")
         transport = _transport(world, plan, limit_bytes) if has_messages else None
         conductor = None if transport is None and memory is None else _conductor(transport, memory)
         behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
-        return Route(route, reason, group, everyone, across, behind, conductor, None, limit_bytes)
+        return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes=limit_bytes)
     except BaseException:
         world.drop_group(group)
         raise
 
 
-def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGroup) -> StreamConductor:
+def _hosts(world: World, plan: Plan, device: torch.device) -> tuple[SlicesByHost | None, str]:
+    """Return which ranks exchange slices by codecs on accelerators, and why; None: all exchange whole buckets.
+
+    To be called by all ranks. Codec "auto" measures the exchange of all ranks, and stays with it.
+    """
+    if plan.route not in ("auto", "hierarchical") or plan.codec == AUTO:
+        return None, ""
+    nodes = all_gather_json(world, "hosts of accelerators", world.node_rank)
+    local_size = nodes.count(nodes[0])
+    hosts = [tuple(range(world.size))[begin : begin + local_size] for begin in range(0, world.size, local_size)]
+    is_even = all([nodes[rank] for rank in each] == [nodes[each[0]]] * local_size for each in hosts)
+    if local_size < 2 or len(hosts) < 2 or len(hosts) != len(set(nodes)) or not is_even:
+        return None, ""
+    inside = hosts[world.rank // local_size]
+    place = inside.index(world.rank)
+    across = RankGroup(tuple(each[place] for each in hosts), world.rank)
+    cross, node = world.new_host_groups(local_size, timeout_seconds=plan.timeout_seconds)
+    slices = DeviceSlices(RankGroup(inside, world.rank).seat, node, device)
+    reason = f"{len(hosts)} hosts of {local_size} ranks, codecs by slices"
+    return SlicesByHost(across, slices, (cross, node)), reason
+
+
+def _on_device(
+    device: torch.device, group: dist.ProcessGroup, everyone: RankGroup, hosts: SlicesByHost | None
+) -> StreamConductor:
     """Return what drives codecs on a device; all ranks try whether their backend carries its tensors."""
     streams = streams_of(device)
     assert streams is not None, "the CPU has a thread instead"
@@ -147,6 +187,11 @@ def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGro
         rows = torch.zeros(everyone.seat.size, dtype=torch.uint8, device=device)
         exchange_by_group(Message(rows, "all_to_all"), everyone.seat, group)
         exchange_by_group(Message(rows, "all_gather"), everyone.seat, group)
+        if hosts is not None:  # a group is connected by its first exchange
+            exchange_by_group(
+                Message(rows[: hosts.across.seat.size], "all_to_all"), hosts.across.seat, hosts.groups[0]
+            )
+            hosts.inside.exchange(Message(rows[: hosts.inside.local_size], "all_to_all"))
     except (RuntimeError, ValueError, NotImplementedError) as problem:
         raise PlanError(
             f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
@@ -155,7 +200,8 @@ def _on_device(device: torch.device, group: dist.ProcessGroup, everyone: RankGro
         ) from None
     if everyone.seat.rank == 0 and not was_tested(device):
         write_notice(f"codecs on {device.type}: never tested here: farandole test --device {device.type}")
-    return StreamConductor(streams, group)
+    parts = {} if hosts is None else {hosts.across.ranks: hosts.groups[0]}
+    return StreamConductor(streams, group, parts)
 
 
 def _across(world: World, memory: SharedMemory | None) -> RankGroup:

@@ -11,7 +11,7 @@ let go was used on one stream, or is behind both waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -44,13 +44,26 @@ class StreamWork:
 class StreamConductor:
     """Drives buckets on the side stream of one device, in the order of calls, which all ranks agree on."""
 
-    def __init__(self, streams: Streams, group: dist.ProcessGroup) -> None:
-        self.streams, self._group = streams, group
+    def __init__(
+        self,
+        streams: Streams,
+        group: dist.ProcessGroup,
+        parts: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+    ) -> None:
+        """`group`: of all ranks. `parts`: other groups that items may be of, by their ranks."""
+        self.streams, self._group, self._parts = streams, group, parts or {}
 
-    def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
-        """Drive `items`, then `complete`, behind what the current stream was told. See [Note: two waits]."""
+    def submit(
+        self,
+        items: Sequence[SegmentWork],
+        complete: Callable[[], None],
+        prepare: Callable[[], object] | None = None,
+    ) -> StreamWork:
+        """Do `prepare`, `items` and `complete`, behind what the current stream was told. See [Note: two waits]."""
         work = StreamWork(self.streams)
         with self._on_side([self.streams.record()], [work]):
+            if prepare is not None:
+                prepare()
             for item in items:
                 item.finish(self._drive(item, work))
             complete()
@@ -102,7 +115,8 @@ class StreamConductor:
                 stack.append(reduce_scatter_all_gather(message.tensor, item.circle.seat))
                 answer = None
                 continue
-            answer = exchange_by_group(message, item.circle.seat, self._group)
+            group = self._parts.get(item.circle.ranks, self._group)
+            answer = exchange_by_group(message, item.circle.seat, group)
             work.sent_bytes += _sent_bytes(message, item.circle.seat.size)
 
 
