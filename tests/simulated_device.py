@@ -198,7 +198,7 @@ class SimulatedDevice(TorchDispatchMode):
             del self._memory[key]
             for use in memory.uses:
                 is_elsewhere = use.stream not in (memory.made_on, HOST, *memory.kept_for)
-                if is_elsewhere and self._clocks[memory.made_on][use.stream] < use.number:
+                if is_elsewhere and self._told(memory.made_on)[use.stream] < use.number:
                     raise Race(
                         f"memory of {memory.made_on} was let go before {use.what} on {use.stream}; {_place()}"
                     )

@@ -25,7 +25,7 @@ from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
 from ..core.step_model.comm_cost import ring_factor
 from ..core.vocabulary.codec_spec import CodecSpec
-from ..core.vocabulary.errors import Mismatch, PlanError
+from ..core.vocabulary.errors import Mismatch
 from ..core.vocabulary.spec import Plan
 
 _SAMPLED_ELEMENTS = 256
@@ -56,15 +56,10 @@ class ChangeExchange:
     def __init__(
         self, here: World, fragments: Sequence[Mapping[str, torch.Tensor]], plan: Plan, codec: CodecSpec
     ) -> None:
-        """Connect. Raises `PlanError`, on all ranks, for a codec on a device."""
+        """Connect. Codecs work in CPU memory, where changes on a device are copied to and means from."""
         self._here, self._codec, self._fragments = here, codec, [list(each) for each in fragments]
         parameters = {name: tensor for each in fragments for name, tensor in each.items()}
         coded = [name for name, each in parameters.items() if not codec.is_exact and can_have(each, codec)]
-        if coded and any(parameters[name].device.type != "cpu" for name in coded):
-            raise PlanError(
-                f'plan: codec = "{codec.to_text()}" of local steps is not there yet for models on {here.device}',
-                remedy="leave codec out: between meetings nothing is sent at all",
-            )
         self._coded = frozenset(coded)
         self._route: Route | None = None
         self._sessions: list[CodecSession] = []
@@ -99,7 +94,7 @@ class ChangeExchange:
         factor = meeting.weight * self._here.size / total
         is_coded = self._coded if self._sessions else ()
         # A rank without samples may hold anything.
-        coded = {name: each * factor if factor else torch.zeros_like(each)
+        coded = {name: (each * factor if factor else torch.zeros_like(each)).cpu()
                  for name, each in changes.items() if name in is_coded}  # fmt: skip
         plain = {name: each for name, each in changes.items() if name not in is_coded}
         means = self._exact(plain, factor)
@@ -112,7 +107,7 @@ class ChangeExchange:
             if were_finite and not all_finite:
                 session.rollback()
             all_finite = all_finite and were_finite
-            means |= found
+            means |= {name: each.to(changes[name].device) for name, each in found.items()}
             self.sent_bytes += round(sum(map(self._coded_bytes, coded.values())) * self._sent_share)
         if not all_finite:
             for each in means.values():

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.codecs.finite import is_finite
+from ..comm.device.other_thread import OtherThread
 from ..comm.reducer.options import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.codec_spec import CodecSpec
@@ -146,10 +147,15 @@ class Meetings:
             for name, outer, sent in zip(fragment.parameters, fragment.outer, fragment.sent, strict=True)
         }
         meeting = Meeting(self.number, steps, fragment.number, digest_of(fragment.outer), share)
+        order = None if self._thread is None else OtherThread.of(fragment.outer[0].device)
 
         def exchange() -> Means:
             begin = time.monotonic()
+            if order is not None:
+                order.begin()
             means = self._exchange.mean(changes, meeting)
+            if order is not None:
+                order.end()
             end = time.monotonic()
             wait_begin = begin if self._thread is None else end
             self._here.session.recorder.record(Exchange((begin,), wait_begin, end, self._exchange.sent_bytes))
@@ -171,6 +177,8 @@ class Meetings:
             self._buffers.meet(self._here.session.batch_weight.factor)
         if means is None:
             return
+        if self._thread is not None:
+            OtherThread.take(means.values())
         if not all(is_finite(each) for each in means.values()) and self._drops(fragment, optimizers):
             return
         outer_step(fragment.outer, fragment.velocity, [means[name] for name in fragment.parameters], self._spec)

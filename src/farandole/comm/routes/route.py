@@ -71,7 +71,7 @@ class Route:
 
     @property
     def slices(self) -> tuple[RankGroup, SharedMemory | SwitchGroup | DeviceSlices | None]:
-        """The ranks that exchange slices of a bucket by a codec, and what adds it up before; else all, and None."""
+        """The ranks that exchange slices of a bucket by a codec, and what adds it up first; else all, and None."""
         if self.on_hosts is not None:
             return self.on_hosts.across, self.on_hosts.inside
         return (self.across, self.memory) if self.route == "hierarchical" else (self.everyone, None)
