@@ -30,11 +30,11 @@ from farandole.comm.world.world import World
 
 FORMS: dict[str, dict[str, Any]] = {
     "none": {},
-    "none, 25 MiB": {"bucket_bytes": 25 << 20},
+    "none, 4 MiB": {"bucket_bytes": 4 << 20},
     "none, 128 MiB": {"bucket_bytes": 128 << 20},
     "bf16, 25 MiB": {"codec": "bf16", "bucket_bytes": 25 << 20},
     "int8, 25 MiB": {"codec": "int8", "bucket_bytes": 25 << 20},
-    "int8": {"codec": "int8"},
+    "int8, 4 MiB": {"codec": "int8", "bucket_bytes": 4 << 20},
     "int4, 25 MiB": {"codec": "int4", "bucket_bytes": 25 << 20},
     "powersgd:4, 25 MiB": {"codec": "powersgd:4", "bucket_bytes": 25 << 20},
 }

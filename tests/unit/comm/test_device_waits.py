@@ -6,7 +6,7 @@ copies between it and the CPU are counted.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -87,9 +87,11 @@ class _Copies(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.operations = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.operations += func.overloadpacket.__name__ != "detach"
         devices = {each.device.type for each in args if isinstance(each, torch.Tensor) and each.dim()}
         if "device" in kwargs and kwargs["device"] is not None and args and isinstance(args[0], torch.Tensor):
             devices.add(torch.device(kwargs["device"]).type)
@@ -102,9 +104,15 @@ def _gathered(message: Message, seat: Any, group: Any) -> torch.Tensor:
     return message.tensor.new_empty(received_shape(message, seat))
 
 
-def _step(bucket: Bucket, route: Route, parameters: list[nn.Parameter], number: int) -> None:
-    for parameter in parameters:
-        parameter.grad = torch.empty_like(parameter)
+def _step(
+    bucket: Bucket,
+    route: Route,
+    parameters: list[nn.Parameter],
+    number: int,
+    gradients: Sequence[torch.Tensor] | None = None,
+) -> None:
+    for parameter, gradient in zip(parameters, gradients or map(torch.empty_like, parameters), strict=True):
+        parameter.grad = gradient
     bucket.load(0.5)
     bucket.mark_steps(number)
     if isinstance(bucket, DeviceCodedBucket):
@@ -113,9 +121,10 @@ def _step(bucket: Bucket, route: Route, parameters: list[nn.Parameter], number: 
     bucket.finalize()
 
 
-@pytest.mark.parametrize("codec", ["none", *SPECS])
-def test_a_step_asks_for_no_number(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_conductor, "exchange_by_group", _gathered)
+@contextmanager
+def _on_meta(codec: str, members: int, patch: pytest.MonkeyPatch) -> Generator[_Copies, None, None]:
+    """Do two steps of a bucket of `members`, after one that makes what is made once; see what they do."""
+    patch.setattr(stream_conductor, "exchange_by_group", _gathered)
     spec = EXACT if codec == "none" else CodecSpec.parse(codec)
     made = make_codec(spec)  # tries native loops, on real tensors
     streams = _Streams()
@@ -125,22 +134,41 @@ def test_a_step_asks_for_no_number(codec: str, monkeypatch: pytest.MonkeyPatch) 
             "flat", "", cast("Any", None), RankGroup((0, 1), 0), RankGroup((0,), 0),
             on_device=StreamConductor(streams, cast("Any", None)),
         )  # fmt: skip
-        parameters = [nn.Parameter(torch.empty(256, 256, device=META)) for _ in range(3)]
-        layouts = [layout_of(parameter) for parameter in parameters]
+        parameters = [nn.Parameter(torch.empty(256, 256, device=META)) for _ in range(members)]
+        layouts, numbers = [layout_of(parameter) for parameter in parameters], list(range(members))
         bucket: Bucket
         if codec == "none":
-            bucket = DenseBucket([0, 1, 2], parameters, layouts, 2)
+            bucket = DenseBucket(numbers, parameters, layouts, 2)
         else:
             bucket = DeviceCodedBucket(
-                [0, 1, 2], parameters, layouts, made, lines=route, probe_request=ProbeRequest(), streams=streams
+                numbers, parameters, layouts, made, lines=route, probe_request=ProbeRequest(), streams=streams
             )
-        _step(bucket, route, parameters, 0)  # makes what is made once
+        _step(bucket, route, parameters, 0)
+        gradients = [torch.empty_like(each) for each in parameters]
         with _Copies() as copies:
             for number in (1, 2):
-                _step(bucket, route, parameters, number)
-        assert copies.found == []
+                _step(bucket, route, parameters, number, gradients)
+        yield copies
     finally:
         simulate_device(META, None)
+
+
+@pytest.mark.parametrize("codec", ["none", *SPECS])
+def test_a_step_asks_for_no_number(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _on_meta(codec, 3, monkeypatch) as copies:
+        assert copies.found == []
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8"])
+def test_a_bucket_of_many_gradients_is_told_in_as_many_operations(
+    codec: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host needs microseconds for each, and a model has hundreds of gradients."""
+    told = []
+    for members in (3, 48):
+        with _on_meta(codec, members, monkeypatch) as copies:
+            told.append(copies.operations)
+    assert told[0] == told[1]
 
 
 def test_what_runs_on_devices() -> None:

@@ -39,7 +39,9 @@ class _Report(NamedTuple):
     """(members,): whether the mean was not, though all ranks' gradients were."""
 
     def pack(self) -> torch.Tensor:
-        return torch.cat([part.flatten().to(torch.uint8) for part in self])
+        return torch.cat(
+            [self.announced.flatten(), self.own_bad.view(torch.uint8), self.mean_bad.view(torch.uint8)]
+        )
 
     @classmethod
     def unpack(cls, copy: torch.Tensor, ranks: int, members: int) -> _Report:
@@ -85,9 +87,14 @@ class DeviceCodedBucket(CodedBucket):
         """`streams`: of the device that the parameters are on."""
         super().__init__(members, parameters, layouts, codec, lines=lines, probe_request=probe_request)
         self._streams = streams
-        self._own_bad = torch.zeros(len(members), dtype=torch.bool, device=self.gradients.flat.device)
+        flat = self.gradients.flat
+        self._own_bad = torch.zeros(len(members), dtype=torch.bool, device=flat.device)
         self._rows: torch.Tensor | None = None
         """Announcements of all ranks, on the device."""
+        self._sent: torch.Tensor | None = None
+        """The announcement of a step with all gradients, without its flag and its number, on the device."""
+        self._parts_of: tuple[torch.Tensor, list[torch.Tensor]] = flat, []
+        """The flat tensor, and the parts of it that have elements: views take the host as long as launches."""
         self._late: LateAnnouncements | None = None
 
     # -- what the host learns ------------------------------------------------------------------
@@ -152,18 +159,28 @@ class DeviceCodedBucket(CodedBucket):
 
     def _bad_members(self, flat: torch.Tensor) -> torch.Tensor:
         """Return which members' parts of `flat` hold NaN or infinity: (members,) of bool, on the device."""
-        parts = self.coded.by_part(flat)
-        norms = iter(torch._foreach_norm([part for part in parts if part.numel()], torch.inf))
-        nothing = torch.zeros((), dtype=torch.float32, device=flat.device)
-        return ~torch.isfinite(torch.stack([next(norms) if part.numel() else nothing for part in parts]))
+        if self._parts_of[0] is not flat or not self._parts_of[1]:
+            self._parts_of = flat, self.coded.by_part(flat)
+        parts = self._parts_of[1]
+        norms = torch._foreach_norm([part for part in parts if part.numel()], torch.inf)
+        if len(norms) < len(parts):
+            found, nothing = iter(norms), torch.zeros((), dtype=torch.float32, device=flat.device)
+            norms = tuple(next(found) if part.numel() else nothing for part in parts)
+        return torch.stack(norms).mul_(0.0).ne(0.0)  # of NaN and infinity it is NaN
 
     # -- on the side stream --------------------------------------------------------------------
 
     def _announce(self) -> Reduction:
-        flags = False, self._probe_request.by_this_rank
-        mine = BucketFlags.of_rank(flags, self._steps, len(self.members), self.gradients.unused).pack()
-        sent = self._streams.to_device(mine)
-        sent[0] = self._own_bad.any()
+        is_usual = not (self._probe_request.by_this_rank or self.gradients.unused)
+        sent = self._sent if is_usual else None
+        if sent is None:
+            flags = False, self._probe_request.by_this_rank
+            mine = BucketFlags.of_rank(flags, self._steps, len(self.members), self.gradients.unused).pack()
+            sent = self._streams.to_device(mine)
+            self._sent = sent if is_usual else self._sent
+        else:
+            sent[_FLAGS : _FLAGS + 1].fill_(self._steps)
+        torch.any(self._own_bad, 0, keepdim=True, out=sent[:1].view(torch.bool))
         return (yield Message(sent, "all_gather"))
 
     def _take_announcements(self, rows: torch.Tensor) -> None:
@@ -176,10 +193,11 @@ class DeviceCodedBucket(CodedBucket):
         if shared is not None:
             shared.all_gather()
         mean_bad = self._bad_members(flat)
-        bad = rows[:, 0].bool().any() | mean_bad.any()
+        said = rows.ne(0).any(0)
+        bad = said[0] | mean_bad.any()
         if shared is None:  # else it is of this rank's slice alone, and all ranks see all of them
             bad = bad | (self._has_finite_mean ^ True)
-        self._return_kept_where(rows[:, _FLAGS + 1 :].bool().any(0))
+        self._return_kept_where(said[_FLAGS + 1 :])
         self.coded.states.restore_where(bad)
         flat.masked_fill_(bad, torch.nan)
         copy = self._streams.to_host(_Report(rows, self._own_bad, mean_bad).pack())

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..device.streams import streams_of
 from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
@@ -119,6 +120,9 @@ class FlatGradients:
         self._lie_in(flat)
         self._kept_at: set[int] = set()
         self._loads = 0
+        # On a device each call is a launch, which takes longer than a second pass over the memory.
+        is_large = self.elements >= FEW_LARGE_ELEMENTS * len(self.views)
+        self._is_one_by_one = is_large and streams_of(flat.device) is None
         # - Who uses the gradients
         self._version_used = -1
         """Version of `flat` when a step used the gradients."""
@@ -148,7 +152,7 @@ class FlatGradients:
             views[i].zero_()
         if weight == 0.0:
             self.flat.zero_()
-        elif self.elements >= FEW_LARGE_ELEMENTS * len(views):
+        elif self._is_one_by_one:
             for grad, target in zip(taken.elsewhere.values(), targets, strict=True):
                 torch.mul(grad, weight, out=target)
             for i in taken.in_place:
