@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import shutil
@@ -326,6 +327,25 @@ def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
         optimizer.step(lambda: 1.0)
     with fd.averaged(model), pytest.raises(ConfigError, match=r"inside fd\.averaged"):
         optimizer.step()
+
+
+@ranks(2)
+def test_parameters_that_are_loaded_when_an_optimizer_is_gone_are_refused() -> None:
+    fd.init()
+    model = mlp().double()
+    first, second = (torch.optim.SGD(each.parameters(), 0.1) for each in (model[0], model[2]))
+    fd.distribute(model, [first, second], fd.Plan(sync="server"))
+    for x, y in batches(2):
+        for each in (first, second):
+            each.zero_grad()
+        nn.functional.mse_loss(model(x.chunk(2)[fd.world().rank]), y.chunk(2)[fd.world().rank]).backward()
+        first.step()
+        second.step()
+    model.load_state_dict({name: each.clone() for name, each in model.state_dict().items()})
+    del first
+    gc.collect()
+    with pytest.raises(ConfigError, match="was given is gone, with what the servers must know"):
+        second.step()
 
 
 @ranks(2)

@@ -113,7 +113,15 @@ class RemoteModel:
         """Let the servers go on with the parameters that the first rank has; called by all ranks.
 
         `loaded`: optimizers whose states are those of the first rank too; others keep the servers'.
+
+        Raises `ConfigError` where an optimizer is gone, whose states servers would be told without.
         """
+        if len(self.optimizers()) < len(self._seen_optimizers):
+            raise ConfigError(
+                f'plan: sync = "{self._text}": parameters were loaded or changed, and an optimizer that '
+                "farandole.distribute was given is gone, with what the servers must know of it",
+                remedy="keep all optimizers as long as the model trains",
+            )
         self.gather(clock_service.INSTALL)
         if self._here.rank == self.ranks[0]:
             if self.bit_sums:
