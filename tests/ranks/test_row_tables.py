@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.vocabulary.errors import CommError
 from farandole.sync.rows.links import RowServers
 from tests.ranks.pool import ranks, takes
 
@@ -154,20 +151,6 @@ def test_a_table_is_restored_after_what_was_pushed_before() -> None:
 
 
 @ranks(2)
-def test_a_restoration_that_breaks_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = fd.init()
-    table = fd.RowTable("a", DIM)
-
-    def break_off(*_: object) -> str:
-        raise CommError("server 0 is gone", rank=0, operation="rows")
-
-    monkeypatch.setattr("farandole.sync.rows.table.put_rows", break_off)
-    with pytest.raises(fd.FarandoleError, match="server 0 is gone") as caught:
-        table.restore({})
-    assert ("rank 0 could not give back its rows" in str(caught.value)) == (world.rank > 0)
-
-
-@ranks(2)
 def test_a_rank_that_reads_nothing_runs_one_step_ahead_at_most() -> None:
     world = fd.init()
     table = fd.RowTable("a", DIM, optimizer="sgd:lr=1", staleness=0, init_std=0.0)
@@ -181,60 +164,6 @@ def test_a_rank_that_reads_nothing_runs_one_step_ahead_at_most() -> None:
     ends = all_gather_json(world, "ends", done)
     for step in range(3):
         assert ends[0][step + 1] >= ends[1][step] - 0.25, ends
-
-
-class Clicks(nn.Module):
-    """A model with a table in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.users, self.head = fd.RowTable("users", DIM, optimizer="adagrad:lr=0.3"), nn.Linear(DIM, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Take (batch,), return (batch, 1)."""
-        out: torch.Tensor = self.head(self.users(ids))
-        return out
-
-
-@ranks(1, 2)
-def test_a_checkpoint_has_the_tables_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the model, one by its name; of the third it says that it is not there."""
-    world = fd.init()
-    said: list[str] = []
-    monkeypatch.setattr("farandole.sync.rows.checkpointed.write_notice", said.append)
-    directory = all_gather_json(world, "directory", str(tmp_path))[0]
-    model = Clicks()
-    items, other = fd.RowTable("items", DIM, admit=3), fd.RowTable("other", DIM)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    fd.distribute(model, optimizer)
-    for each in (model.users, items, other):
-        each.attach(optimizer)
-
-    def train(steps: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(steps):
-            ids = torch.randint(0, IDS, (6,), generator=generator) + world.rank
-            optimizer.zero_grad()
-            (model(ids).sum() + items(ids).sum() + other(ids).sum()).backward()
-            optimizer.step()
-
-    train(4, 1)
-    for _ in range(2):
-        fd.save(directory, model, optimizer, items=items)
-    assert ["without the rows of other" in each for each in said] == [True] * (world.rank == 0)
-    train(3, 2)
-    want = [rows_of(each) for each in (model.users, items)]
-    left = [each.statistics().waiting for each in (model.users, items)]
-    train(2, 3)
-    assert not torch.equal(rows_of(items), want[1])
-    fd.load(directory, model, optimizer, items=items)
-    train(3, 2)
-    for each, rows, waiting in zip((model.users, items), want, left, strict=True):
-        torch.testing.assert_close(rows_of(each), rows)
-        assert each.statistics().waiting == waiting
-    fd.save(directory, model, optimizer)
-    with pytest.raises(fd.CheckpointError, match="no items"):
-        fd.load(directory, model, optimizer, items=items)
 
 
 @pytest.mark.full

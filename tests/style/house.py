@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 94_407
+CODE_LINES = 94_465
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -64,7 +64,8 @@ processes and their protocol, requests applied once, snapshots, bounded stalenes
 made in Python is checked as one of a file is; 15 for a size of buckets that suits accelerators;
 84 for rows in checkpoints, steps without ids that wait, and ids of other kinds; 108 so that codecs on GPUs send a
 shard of each bucket to other hosts; 34 for codecs of local steps with a model on a GPU;
-19 so that a bucket on a device is told in as many operations for many gradients; 6 for an optimizer that is gone.
+19 so that a bucket on a device is told in as many operations for many gradients; 6 for an optimizer that is gone;
+58 for tables by name in checkpoints, rows that do not age between, and sizes of buckets as they are.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.device.streams import streams_of
+from ..comm.reducer.accelerators import device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
-from ..core.vocabulary.codec_spec import NONE
+from ..core.vocabulary.codec_spec import AUTO, NONE
 from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import MOST_ZERO
@@ -74,7 +76,9 @@ def residual_layout(model: nn.Module) -> str:
     if plan.route == "flat":
         return f"{kind}, flat"
     switches = plan.switch_of or plan.ranks_per_switch
-    return (
+    # See `comm.routes.route`: on accelerators codecs go by slices of hosts, but for "auto".
+    is_sliced = plan.codec != AUTO and streams_of(device_of(list(model.parameters()))) is not None
+    return ("slices of " if is_sliced else "") + (
         f"{kind}, {plan.route}, hosts {here.node_count} x {here.local_size}, buckets {plan.first_bucket_bytes} "
         f"{plan.bucket_bytes}, switches {switches}"
     )

@@ -297,7 +297,8 @@ def test_marks_of_any_ranks_differ_when_their_steps_do(dtype: torch.dtype) -> No
 def coded(rank: int) -> CodedBucket:
     """Return one of two ranks' buckets, of three members."""
     parameters = parameters_of((64, 64), (64, 64), (64, 64))
-    route = cast("Route", SimpleNamespace(route="flat", everyone=RankGroup((0, 1), rank), memory=None))
+    everyone = RankGroup((0, 1), rank)
+    route = cast("Route", SimpleNamespace(route="flat", everyone=everyone, slices=(everyone, None)))
     layouts, codec = [layout_of(each) for each in parameters], make_codec(CodecSpec.parse("int8"))
     return CodedBucket([5, 6, 7], parameters, layouts, codec, lines=route, probe_request=ProbeRequest())
 

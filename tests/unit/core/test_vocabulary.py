@@ -82,6 +82,7 @@ def test_a_wrong_plan_says_what_is_wrong(values: dict[str, object], text: str) -
 
 
 def test_the_constructor_reads_what_a_file_may_have() -> None:
+    assert Plan(offload="disk", offload_directory=Path("/a/b")).offload_directory == "/a/b"  # type: ignore[arg-type]
     made = Plan(bucket_bytes="25 MiB", zero="2", clip_norm="none", timeout_seconds=5, recompute=["layers.*"])  # type: ignore[arg-type]
     keys: dict[str, Any] = {
         "bucket_bytes": 25 * 2**20,

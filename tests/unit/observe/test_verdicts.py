@@ -13,6 +13,8 @@ import pytest
 
 from farandole.core.vocabulary.units import parse_bytes
 from farandole.observe.diagnose import Diagnosis, Finding, compare, diagnose, to_text
+from farandole.observe.diagnose.comparison import _is_set
+from farandole.observe.diagnose.facts.passes import bucket_bytes_of
 from farandole.observe.diagnose.facts.step_table import has_phases, make_step_table
 from farandole.observe.diagnose.finders.disjoint import make_disjoint, room_of, sources_of
 from farandole.observe.diagnose.finders.few_cores import with_first
@@ -572,3 +574,12 @@ def test_the_bucket_size_that_the_plan_has_is_not_proposed(tmp_path: Path) -> No
     held = replace(small, plan={"bucket_bytes": parse_bytes(proposed)})
     fixes = [fix for each in of(tmp_path / "h", held).findings for fix in each.fixes]
     assert proposed not in [fix.changes.get("bucket_bytes") for fix in fixes]
+
+
+@pytest.mark.parametrize(("setup", "mib"), [({}, 4), ({"device": "cpu"}, 4), ({"device": "cuda"}, 25)])
+def test_a_size_of_buckets_that_a_plan_leaves_open_is_that_of_the_device(setup: dict[str, str], mib: int) -> None:
+    assert bucket_bytes_of(setup, {"bucket_bytes": 0}) == mib << 20
+    assert bucket_bytes_of(setup, {"bucket_bytes": 1 << 20}) == 1 << 20
+    assert bucket_bytes_of(setup, {}) is None
+    assert _is_set({**setup, "bucket_bytes": 0}, "bucket_bytes", f"{mib}MiB")
+    assert not _is_set({**setup, "bucket_bytes": 0}, "bucket_bytes", "8MiB")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
-from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
 from ..autotune.probe_request import ProbeRequest
 from ..codecs.eligibility import refuse_impossible
 from ..codecs.registry import CodecInstance
@@ -72,7 +72,8 @@ class BucketSet:
         self.bucket_of: list[Bucket | None] = [None] * len(parameters)
         self._order: list[int] = []
         """Parameters in buckets, as they become ready."""
-        self._first_bytes, self._limit_bytes = plan.first_bucket_bytes, plan.bucket_bytes
+        self._first_bytes = plan.first_bucket_bytes
+        self._limit_bytes = plan.bucket_bytes or USUAL_BUCKET_BYTES  # at zero = 3 a plan has none
         # - What is kept between exchanges
         self.carry_over = CarryOver()
         self._loaded: dict[str, saved_state.Entry] = {}

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from ...core.step_model.comm_cost import ring_sent_bytes
 from ..messages.message import GroupRank, Message
 from ..messages.reduce_rules import sum_into
 from ..transport.group_messages import exchange_by_group
@@ -58,7 +59,7 @@ class DeviceSliceTensor:
         self.mine = mine
         """This rank's own, (elements,)."""
         self.local_rank = slices.seat.rank
-        self.sent_bytes = 2 * mine.nbytes * (slices.local_size - 1) // slices.local_size
+        self.sent_bytes = ring_sent_bytes(mine.nbytes, slices.local_size, passes=2)
         """By this rank to those of its host, in `reduce_scatter` and `all_gather`."""
         self._slices = slices
 

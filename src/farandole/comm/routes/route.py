@@ -90,8 +90,8 @@ class Route:
             if self.on_device is not None:
                 return self
             hosts, reason = _hosts(world, plan, device)
-            return replace(self, on_device=_on_device(device, self.group, self.everyone, hosts), on_hosts=hosts,
-                           reason=reason or self.reason)  # fmt: skip
+            on_device = _on_device(world, device, self.group, self.everyone, hosts)
+            return replace(self, on_device=on_device, on_hosts=hosts, reason=reason or self.reason)
         if self.conductor is not None and self.conductor.has_transport:
             return self
         transport = _transport(world, plan, self.limit_bytes)
@@ -142,7 +142,7 @@ def connect_route(
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
         if has_streams and needs_messages:
-            on_device = _on_device(device, group, everyone, on_hosts)
+            on_device = _on_device(world, device, group, everyone, on_hosts)
             return Route(route, reason, group, everyone, across, on_device=on_device, on_hosts=on_hosts,
                          limit_bytes=limit_bytes)  # fmt: skip
         has_messages = needs_messages or route not in ("flat", "shared")
@@ -178,7 +178,11 @@ def _hosts(world: World, plan: Plan, device: torch.device) -> tuple[SlicesByHost
 
 
 def _on_device(
-    device: torch.device, group: dist.ProcessGroup, everyone: RankGroup, hosts: SlicesByHost | None
+    world: World,
+    device: torch.device,
+    group: dist.ProcessGroup,
+    everyone: RankGroup,
+    hosts: SlicesByHost | None,
 ) -> StreamConductor:
     """Return what drives codecs on a device; all ranks try whether their backend carries its tensors."""
     streams = streams_of(device)
@@ -193,6 +197,8 @@ def _on_device(
             )
             hosts.inside.exchange(Message(rows[: hosts.inside.local_size], "all_to_all"))
     except (RuntimeError, ValueError, NotImplementedError) as problem:
+        for each in () if hosts is None else hosts.groups:
+            world.drop_group(each)
         raise PlanError(
             f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
             f"{str(problem).splitlines()[0]}",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import sys
 import types
 import typing
@@ -155,7 +156,7 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
     if typing.get_origin(option) is tuple:
         return _convert_list(value, takes_numbers=name.endswith("_cuts"))
     if option is str:
-        return value if isinstance(value, str) else None
+        return os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     try:
         if option is int:
             parsed = parse_bytes(value) if name.endswith("_bytes") else int(value)

@@ -20,6 +20,7 @@ from ..figures.figures import mean
 from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
+from .facts.passes import bucket_bytes_of
 from .facts.step_table import RankStep, StepTable, make_step_table
 from .text import WIDTH, printable
 from .verdict import diagnose_records
@@ -174,7 +175,7 @@ def _is_set(settings: Mapping[str, Any], key: str, value: object) -> bool:
     """Whether a run has a setting; of bytes, in whatever unit."""
     own = settings.get(key)
     if key == "bucket_bytes" and isinstance(own, int):
-        return own == parse_bytes(str(value))
+        return bucket_bytes_of(settings, settings) == parse_bytes(str(value))
     return str(own).lower() == str(value).lower()
 
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ...core.step_model.bucket_plan import plan_buckets
 from ...core.step_model.row_regions import CHUNK_BYTES
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
-from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...core.vocabulary.spec import MOST_ZERO, USUAL_BUCKET_BYTES, Plan
 from ..model.profile import ModelProfile, UnitGradient
 from .bucket_table import BucketKind, BucketTable
 from .divided import divided_gradients
@@ -108,7 +108,7 @@ def buckets_of(gradients: Sequence[LocalGradient], layout: RunLayout, ranks: int
         gradients,
         key=lambda each: (each.element_bytes, each.codec),
         first_bytes=plan.first_bucket_bytes,
-        limit_bytes=plan.bucket_bytes,
+        limit_bytes=plan.bucket_bytes or USUAL_BUCKET_BYTES,
     )
     return [_bucket(members, ranks, is_sharded=is_sharded) for members in planned]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Final
 
@@ -15,10 +16,11 @@ from .requests import RowMessages
 
 _ROWS: Final = ("ids", "rows", "states", "used")
 _WAITING: Final = ("waiting_ids", "waiting_counts", "waiting_used")
+_SAVED: Final = "saved_seconds"
 
 
 def take_rows(links: RowLinks) -> dict[str, torch.Tensor]:
-    """Return ``ids`` (n,), ``rows`` (n, dim), ``states`` (n, k), ``used`` (n,) in seconds, and counts."""
+    """Return ``ids`` (n,), ``rows`` (n, dim), ``states`` (n, k), ``used`` (n,) in seconds, counts and the time."""
     pages: list[list[torch.Tensor]] = []
     waiting: list[list[torch.Tensor]] = []
     for server in range(links.count):
@@ -26,13 +28,14 @@ def take_rows(links: RowLinks) -> dict[str, torch.Tensor]:
         pages += of_rows
         waiting += [[ids, counts[:, 0], used] for ids, counts, _, used in of_waiting]
     saved = {name: torch.cat([page[at] for page in pages]) for at, name in enumerate(_ROWS)}
-    return {**saved, **{name: torch.cat([page[at] for page in waiting]) for at, name in enumerate(_WAITING)}}
+    saved |= {name: torch.cat([page[at] for page in waiting]) for at, name in enumerate(_WAITING)}
+    return {**saved, _SAVED: torch.tensor([time.time()], dtype=torch.float64)}
 
 
 def put_rows(exchange: RowMessages, saved: Mapping[str, torch.Tensor], state_width: int) -> str:
     """Replace all rows by what `take_rows` returned; return why that cannot be, and change nothing then."""
     links, dim, dtype = exchange.links, exchange.dim, exchange.dtype
-    missing = [name for name in (*_ROWS, *_WAITING) if name not in saved]
+    missing = [name for name in (*_ROWS, *_WAITING, _SAVED) if name not in saved]
     if missing:
         return f"the saved rows have no {missing[0]!r}"
     shapes = tuple(saved["rows"].shape[1:]), tuple(saved["states"].shape[1:])
@@ -50,6 +53,9 @@ def put_rows(exchange: RowMessages, saved: Mapping[str, torch.Tensor], state_wid
             or len(keys.unique()) < len(keys)
         ):
             return f"{names} of {lengths} rows, with ids of {keys.dtype}: expected as many of each, and ids once"
+    # Rows are as long from their expiry as when they were saved.
+    later = max(0.0, time.time() - float(saved[_SAVED]))
+    saved = {**saved, **{name: saved[name] + later for name in (_ROWS[-1], _WAITING[-1])}}
     links.call(dict.fromkeys(range(links.count), ServerMessage({"do": "clear"})), keeps=True)
     at_once = max(1, MOST_MESSAGE_BYTES // ((dim + state_width) * dtype.itemsize + 16))
     for what, names in (("put", _ROWS), ("put_waiting", _WAITING)):

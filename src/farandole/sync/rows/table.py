@@ -16,9 +16,10 @@ summed. The server's optimizer makes the step (`optimizers`).
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 import torch
@@ -57,9 +58,9 @@ class RowStatistics:
 
 @dataclass(eq=False)
 class JobTables:
-    """The tables that this rank has made. Kept by the world's session."""
+    """The tables that this rank has made, and that live. Kept by the world's session."""
 
-    names: set[str] = field(default_factory=set)
+    tables: weakref.WeakSet[RowTable] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,7 @@ class RowTable(nn.Module):
         )
         self._gradients: list[_Gradient] = []
         if has_world():
-            world().session.keep(JobTables, JobTables).names.add(name)
+            world().session.keep(JobTables, JobTables).tables.add(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -195,14 +196,14 @@ class RowTable(nn.Module):
         self._gradients.clear()
         if self._world is not None:  # what another rank pushed before must not come after
             all_gather_json(self._world, f"rows of {self.name} to restore", "")
-        problem, failure = "", None
+        problem, failure = "", cast("Exception | None", None)
         if self._world is None or self._world.rank == 0:
             try:
                 problem = put_rows(self._exchange, saved, self._state_width)
-            except FarandoleError as error:
+            except Exception as error:  # of any kind: the other ranks wait to hear of it
                 failure = error
-        if self._world is not None:  # the others wait to hear of a failure, too
-            said = ["" if failure is None else str(failure), problem]
+        if self._world is not None:
+            said = ["" if failure is None else f"{type(failure).__name__}: {failure}", problem]
             lost, problem = all_gather_json(self._world, f"rows of {self.name} restored", said)[0]
             if lost and failure is None:
                 failure = FarandoleError(f"table {self.name!r}: rank 0 could not give back its rows: {lost}")

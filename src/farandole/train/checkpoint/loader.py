@@ -29,6 +29,7 @@ from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.weight_residuals import load_weight_residuals, packs_weights, warn_of_lost_weights
+from ...sync.rows.checkpointed import SavedTables
 from .agreement import find_manifest, together, with_offer
 from .optimizers import LIKE_PARAMETERS, different_groups, state_reference, without_parameters, write_optimizer
 from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
@@ -89,6 +90,8 @@ def _load(directory: Path, manifest: Manifest, plan: _Loading, here: World, writ
     buffers = together(here, "read", read)
     together(here, "decode", lambda: plan.decode(buffers))
     together(here, "apply", lambda: plan.apply(buffers, frozenset(room.tensors)))
+    for name, write in plan.tables.writes(restorer(buffers)).items():
+        together(here, f"rows of {name}", write)
 
 
 class _Loading:
@@ -99,6 +102,7 @@ class _Loading:
         self._models = {name: dict(get_model_state_dict(each)) for name, each in training.modules.items()}
         self._names = training.names
         self._is_resume = bool(training.optimizers)
+        self.tables = SavedTables(training.tables, manifest.ranks[0].get("tables", {}), here)
         self.references: dict[str, torch.Tensor] = {}
         """By name in the checkpoint: what this rank needs of it."""
         self.splits: dict[str, Split] = {}
@@ -112,11 +116,10 @@ class _Loading:
         }
         """Parameters that other stages of a pipeline have."""
         mesh = mesh_of(training.model)
-        degrees = manifest.shared.get("degrees")
         self._ranks = SavedRanks(
             here.rank,
             Degrees(data=here.size) if mesh is None else mesh.degrees,
-            Degrees(data=manifest.world_size) if degrees is None else Degrees(**degrees),
+            Degrees(**(manifest.shared.get("degrees") or {"data": manifest.world_size})),
         )
 
     def compare(self) -> None:
@@ -136,6 +139,7 @@ class _Loading:
                 differences += [f"{name}: {each}" for each in found]
         for name in self._training.others:
             differences += [] if name in self._manifest.ranks[0]["others"] else [f"no {name} in the checkpoint"]
+        differences += [f"no rows of {name} in the checkpoint" for name in self.tables.missing()]
         if differences:
             listed = "; ".join(differences[:_MOST_NAMED])
             more = len(differences) - _MOST_NAMED
@@ -156,6 +160,7 @@ class _Loading:
         own = self._own()
         for name in self._training.others:
             decode(own["others"][name], restore)
+        self.tables.writes(restore)
         if self._is_resume:
             require_random_state(decode(own["random"], restore))
 
@@ -297,7 +302,7 @@ class _Loading:
 
     def _add_own_tensors(self) -> None:
         own = self._own()
-        wanted = [own["others"][name] for name in self._training.others]
+        wanted = [*(own["others"][name] for name in self._training.others), *self.tables.wanted()]
         if self._is_resume:
             wanted.append(own["random"])
             ranks = [own] if self._keeps_own else self._manifest.ranks

@@ -150,7 +150,7 @@ class Saver:
         here = self._here
         refuse_open_batch(self._training.model, "farandole.save")
         meet_before(self._training)
-        tell_left_out(here, [each.table for each in self._training.tables])
+        tell_left_out(here, self._training.tables.keys())
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
         if len({digests["copies"] for digests in said}) > 1:

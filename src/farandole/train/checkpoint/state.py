@@ -49,16 +49,15 @@ class Training:
     optimizers: Mapping[str, Optimizer]
     others: Mapping[str, Any]
     """Anything else with `state_dict`: schedulers, scaler, loader."""
+    tables: Mapping[str, TableState]
+    """Tables of rows, by their own names."""
+    given: tuple[str, ...]
+    """The names by which a script gives all this but model and optimizer."""
 
     @property
     def model(self) -> nn.Module:
         """The model whose gradients are exchanged."""
         return self.modules["model"]
-
-    @property
-    def tables(self) -> list[TableState]:
-        """The tables of rows among the others."""
-        return [each for each in self.others.values() if isinstance(each, TableState)]
 
     @property
     def names(self) -> dict[int, str]:
@@ -84,16 +83,15 @@ def make_training(model: nn.Module, optimizer: Optimizer | None, others: Mapping
             raise CheckpointError(
                 f"{name} is a {type(value).__name__}, which has no state_dict and load_state_dict", is_input=True
             )
-    rest |= {name: TableState(each, world()) for name, each in tables_in(modules).items()}
+    tables = tables_in(modules.values(), world())
     modules = {name: each for name, each in modules.items() if name == "model" or not isinstance(each, RowTable)}
-    return Training(modules, optimizers, rest)
+    return Training(modules, optimizers, rest, tables, tuple(others))
 
 
 def describe_saves(directory: Path, training: Training, *, asynchronous: bool) -> Setup:
     """Return what a record says of the saves of a training, so that a diagnosis can propose others."""
     own = ["model", *(["optimizer"] if "optimizer" in training.optimizers else [])]
-    names = [name for each in (training.modules, training.optimizers, training.others) for name in each]
-    more = [f"{name}={name}" for name in names if name not in own]
+    more = [f"{name}={name}" for name in training.given]
     objects = ", ".join([json.dumps(str(directory)), *own, *more])
     return Setup({SETUP_CHECKPOINT_ASYNCHRONOUS: asynchronous, SETUP_CHECKPOINT_OBJECTS: objects})
 
@@ -143,6 +141,7 @@ def read_state(training: Training, here: World) -> TrainingState:
     codecs = exchange_state(training.model) if plan_of(training.model) is not None else {}
     mine = {
         "others": others,
+        "tables": {name: encode(each.read(), f"rows/{name}", own) for name, each in training.tables.items()},
         "random": encode(read_random_state(here.device), "random", own),
         "exchange": encode(codecs, "exchange", own),
     }
@@ -191,7 +190,7 @@ def meet_before(training: Training) -> None:
         if policy is not None:
             policy.drain()
             policy.gather_states()
-    for table in training.tables:
+    for table in training.tables.values():
         table.meet()
 
 

@@ -168,6 +168,25 @@ def test_a_snapshot_goes_on_with_another_number_of_shards(admit: int) -> None:
         table(optimizer="sgd").restore(half.snapshot())
 
 
+def test_time_that_passes_between_a_snapshot_and_its_restoration_ages_no_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("time.time", lambda: now)
+    made = table(expire_seconds=10.0, admit=2)
+    made(torch.tensor([1, 1, 2])).sum().backward()
+    made.step()
+    now += 4
+    saved = made.snapshot()
+    now += 1e6
+    other = table(expire_seconds=10.0, admit=2)
+    other.restore(saved)
+    now += 5
+    assert (other.statistics().rows, other.statistics().waiting) == (1, 1)
+    now += 2
+    assert (other.statistics().rows, other.statistics().waiting) == (0, 0)
+
+
 def test_a_copy_takes_touched_rows_alone() -> None:
     made, served = table(optimizer="sgd:lr=1", servers=2), RowCopy(DIM, dtype=torch.float64)
     assert served.age_seconds == float("inf")

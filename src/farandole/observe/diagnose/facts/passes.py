@@ -8,11 +8,14 @@ has to step less often.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ....core.vocabulary import events
 from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import BACKWARD, OPTIMIZER
+from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import EVERY_STEP, MEASURED, SyncSpec
 from .finding import Fix, Gain
 from .proposals import command_with
@@ -42,6 +45,16 @@ def accumulated(table: StepTable) -> int:
     """Return the plan's `accumulate`."""
     value = table.records.plan.get("accumulate")
     return value if type(value) is int and value > 0 else 1
+
+
+def bucket_bytes_of(setup: Mapping[str, Any], plan: Mapping[str, Any]) -> int | None:
+    """Return the plan's `bucket_bytes`; what a training takes on its device where the plan leaves it open.
+
+    None: no plan was recorded. `setup`: what the run noted of itself.
+    """
+    value = plan.get("bucket_bytes")
+    on_device = setup.get(events.SETUP_DEVICE, "cpu") != "cpu"
+    return Plan().with_bucket_bytes(on_device=on_device).bucket_bytes if value == 0 else value
 
 
 def less_often(table: StepTable, seconds: float) -> Fix:

@@ -20,7 +20,7 @@ from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.passes import accumulated, less_often, optimizer_steps_of, sync_of
+from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of, sync_of
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, route_of
 from .codec_fixes import CodecCosts, codec_fixes, codec_of
@@ -218,7 +218,7 @@ def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple
     """Return the best bucket size and the fix, if it gains something."""
     now = network.bucket_bytes
     best, exposed = now, network.exposed_seconds
-    planned = table.records.plan.get("bucket_bytes")
+    planned = bucket_bytes_of(table.records.timelines[0].setup, table.records.plan)
     for size in _BUCKETS:
         if size == planned or 2 / 3 < size / max(now, 1.0) < 1.5:
             continue
