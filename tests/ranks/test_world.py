@@ -371,7 +371,7 @@ def test_a_plan_of_the_launcher_and_one_of_the_script() -> None:
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
         from farandole.parallel.apply import plan_of
 
-        assert plan_of(model) == fd.Plan(accumulate=2)
+        assert plan_of(model) == fd.Plan(accumulate=2).with_bucket_bytes(on_device=False)
 
 
 @ranks(2)
