@@ -37,7 +37,10 @@ class Clicks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users, self.head = fd.RowTable("users", DIM, optimizer="adagrad:lr=0.3"), nn.Linear(DIM, 1)
+        self.users, self.head = (
+            fd.RowTable("users", DIM, optimizer="adagrad:lr=0.3", staleness=0),
+            nn.Linear(DIM, 1),
+        )
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Take (batch,), return (batch, 1)."""
@@ -53,7 +56,7 @@ def test_a_checkpoint_has_the_tables_that_it_is_given(tmp_path: Path, monkeypatc
     monkeypatch.setattr("farandole.sync.rows.checkpointed.write_notice", said.append)
     directory = all_gather_json(world, "directory", str(tmp_path))[0]
     model = Clicks()
-    items, other = fd.RowTable("items", DIM, admit=3), fd.RowTable("other", DIM)
+    items, other = fd.RowTable("items", DIM, admit=3, staleness=0), fd.RowTable("other", DIM)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
     for each in (model.users, items, other):
