@@ -20,6 +20,7 @@ from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.device_exchanges import DeviceExchanges
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import plan_of, reducer_of
+from farandole.parallel.exchange_state import residual_layout
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
@@ -149,6 +150,7 @@ def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
         found, reducer = state_of(model), reducer_of(model)
         assert reducer is not None
         assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
+        assert residual_layout(model).startswith("slices of elements, auto, hosts 2 x 2")
         coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
         is_sliced = [each.gradients.shared is not None for each in coded]
         assert is_sliced == [not codec.startswith("powersgd")] * len(coded)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..comm.autotune.autotuner import Autotuner
 from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
-from ..comm.device.streams import streams_of
+from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.accelerators import device_of
 from ..comm.reducer.options import ReducerOptions
@@ -94,7 +94,7 @@ def distribute(
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     refuse_wrong_kinds(model, optimizers, _plans)
     device = device_of(list(model.parameters()))
-    plan = resolve_plan(plan).with_bucket_bytes(on_device=streams_of(device) is not None)
+    plan = resolve_plan(plan).with_bucket_bytes(on_device=has_streams(device))
     sync = _read_sync(here, plan, has_policy=make_policy is not None)
     if read_elastic_settings() is not None:
         refuse_elastic(plan)

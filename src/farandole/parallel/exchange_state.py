@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..comm.device.streams import streams_of
+from ..comm.device.streams import has_streams
 from ..comm.reducer.accelerators import device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.sessions.saved_state import Entry, merge, require_entry
@@ -77,7 +77,7 @@ def residual_layout(model: nn.Module) -> str:
         return f"{kind}, flat"
     switches = plan.switch_of or plan.ranks_per_switch
     # See `comm.routes.route`: on accelerators codecs go by slices of hosts, but for "auto".
-    is_sliced = plan.codec != AUTO and streams_of(device_of(list(model.parameters()))) is not None
+    is_sliced = plan.codec != AUTO and has_streams(device_of(list(model.parameters())))
     return ("slices of " if is_sliced else "") + (
         f"{kind}, {plan.route}, hosts {here.node_count} x {here.local_size}, buckets {plan.first_bucket_bytes} "
         f"{plan.bucket_bytes}, switches {switches}"

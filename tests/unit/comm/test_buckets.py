@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.autotune.probe_request import ProbeRequest
+from farandole.comm.buckets.bucket_set import BucketSet
 from farandole.comm.buckets.carry_over import CarryOver
 from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.comm.buckets.dense_bucket import DenseBucket
@@ -24,6 +25,7 @@ from farandole.comm.routes.route import Route
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.core.vocabulary.codec_spec import CodecSpec
+from farandole.core.vocabulary.spec import Plan
 
 
 def parameters_of(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -509,3 +511,10 @@ def test_work_of_the_backend_ends_when_it_is_done_and_not_when_it_was_waited_for
     times = timer.close(bucket, [0.0] * 11, 9.0)
     assert (times.launch_seconds, times.begin_seconds) == (6.0, 6.0)
     assert times.end_seconds == (7.0 if on_host else 9.0), "a queue of an accelerator does not say when"
+
+
+def test_a_plan_without_a_size_of_buckets_has_the_usual_one() -> None:
+    """At stage 3 of ZeRO, where gradients of experts are in buckets, and the plan is not to say how large."""
+    parameters = [(f"expert.{k}", torch.nn.Parameter(torch.zeros(2))) for k in range(3)]
+    buckets = BucketSet(cast("Any", SimpleNamespace(size=2)), parameters, Plan(zero=3), include_frozen=False)
+    assert buckets._limit_bytes == 4 << 20

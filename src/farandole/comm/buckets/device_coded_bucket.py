@@ -10,7 +10,6 @@ See [Note: no wait for a device] in `device.streams`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -94,7 +93,7 @@ class DeviceCodedBucket(CodedBucket):
         self._sent: torch.Tensor | None = None
         """The announcement of a step with all gradients, without its flag and its number, on the device."""
         self._parts_of: tuple[torch.Tensor, list[torch.Tensor]] = flat, []
-        """The flat tensor, and the parts of it that have elements: views take the host as long as launches."""
+        """The flat tensor and its parts, by member: views take the host as long as launches."""
         self._late: LateAnnouncements | None = None
 
     # -- what the host learns ------------------------------------------------------------------
@@ -144,10 +143,7 @@ class DeviceCodedBucket(CodedBucket):
         """See `Bucket`."""
         assert route.on_device is not None, "a codec needs its conductor"
         self.gradients.note_uses()
-        shared, prepare = self.gradients.shared, None
-        if shared is not None:
-            prepare = partial(shared.reduce_scatter, self.gradients.divisor)
-        work = route.on_device.submit(self._items(route), self._land, prepare)
+        work = route.on_device.submit(self._items(route), self._land)
         self._work = work
         return work
 
@@ -171,6 +167,9 @@ class DeviceCodedBucket(CodedBucket):
     # -- on the side stream --------------------------------------------------------------------
 
     def _announce(self) -> Reduction:
+        """Add up inside the host, and say what `CodedBucket` does: the first item, before units are exchanged."""
+        if self.gradients.shared is not None:
+            self.gradients.shared.reduce_scatter(self.gradients.divisor)
         is_usual = not (self._probe_request.by_this_rank or self.gradients.unused)
         sent = self._sent if is_usual else None
         if sent is None:

@@ -164,10 +164,15 @@ class _DeviceStreams:
 _streams: dict[torch.device, Streams] = {}
 
 
+def has_streams(device: torch.device) -> bool:
+    """Return whether a device runs behind the host; makes nothing of it."""
+    return device in _streams or device.type not in ("cpu", "meta")
+
+
 def streams_of(device: torch.device) -> Streams | None:
     """Return the streams of a device; None where operations are over when they return, as on the CPU."""
     found = _streams.get(device)
-    if found is None and device.type not in ("cpu", "meta"):
+    if found is None and has_streams(device):
         found = _streams[device] = _DeviceStreams(device)
     return found
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..device.streams import streams_of
+from ..device.streams import has_streams
 from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
@@ -122,7 +122,7 @@ class FlatGradients:
         self._loads = 0
         # On a device each call is a launch, which takes longer than a second pass over the memory.
         is_large = self.elements >= FEW_LARGE_ELEMENTS * len(self.views)
-        self._is_one_by_one = is_large and streams_of(flat.device) is None
+        self._is_one_by_one = is_large and not has_streams(flat.device)
         # - Who uses the gradients
         self._version_used = -1
         """Version of `flat` when a step used the gradients."""

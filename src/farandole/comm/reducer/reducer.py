@@ -34,7 +34,7 @@ from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog
 from ..buckets.bucket_set import BucketSet
 from ..codecs.registry import require_packer
-from ..device.streams import streams_of
+from ..device.streams import has_streams
 from ..gradients.parameters import relink_hooks
 from ..rows.late_rows import LateRows
 from ..rows.row_gather import RowGather
@@ -62,7 +62,7 @@ class GradientReducer:
     ) -> None:
         self.world = world
         device = device_of([parameter for _, parameter in parameters])
-        self.plan = plan = plan.with_bucket_bytes(on_device=streams_of(device) is not None)
+        self.plan = plan = plan.with_bucket_bytes(on_device=has_streams(device))
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
         buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh)

@@ -53,17 +53,10 @@ class StreamConductor:
         """`group`: of all ranks. `parts`: other groups that items may be of, by their ranks."""
         self.streams, self._group, self._parts = streams, group, parts or {}
 
-    def submit(
-        self,
-        items: Sequence[SegmentWork],
-        complete: Callable[[], None],
-        prepare: Callable[[], object] | None = None,
-    ) -> StreamWork:
-        """Do `prepare`, `items` and `complete`, behind what the current stream was told. See [Note: two waits]."""
+    def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
+        """Drive `items`, then `complete`, behind what the current stream was told. See [Note: two waits]."""
         work = StreamWork(self.streams)
         with self._on_side([self.streams.record()], [work]):
-            if prepare is not None:
-                prepare()
             for item in items:
                 item.finish(self._drive(item, work))
             complete()
