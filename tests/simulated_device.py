@@ -8,11 +8,12 @@ stream other than the one it was made on may still use it, and a copy that the h
 
 from __future__ import annotations
 
+import threading
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +151,10 @@ class SimulatedDevice(TorchDispatchMode):
         """See `Streams`."""
         return tensor.clone()
 
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `Streams`."""
+        return torch.empty(shape, dtype=dtype)
+
     # -- what happens --------------------------------------------------------------------------
 
     def arrive(self, stream: str, event: Event) -> None:
@@ -233,6 +238,49 @@ class SimulatedDevice(TorchDispatchMode):
             self._memory_of(tensor)
         self.use(self.current, name, reads, writes + ([] if name.startswith(("empty", "new_empty")) else fresh))
         return result
+
+
+class ThreadedDevice(SimulatedDevice):
+    """A simulated device that two threads tell what to do: each has a current stream, and is looked at."""
+
+    def __init__(self, *left_out: str) -> None:
+        self._of_thread, self._lock = threading.local(), threading.RLock()
+        super().__init__(left_out)
+        self.owner = threading.current_thread()
+
+    @property
+    def current(self) -> str:
+        """The stream of the thread that asks."""
+        return getattr(self._of_thread, "stream", MAIN)
+
+    @current.setter
+    def current(self, stream: str) -> None:
+        self._of_thread.stream = stream
+
+    @contextmanager
+    def on(self, stream: str) -> Generator[None, None, None]:
+        """See `Streams`; a thread of the product's is looked at while it is on a stream."""
+        with super().on(stream), nullcontext() if threading.current_thread() is self.owner else self:
+            yield
+
+    def arrive(self, stream: str, event: Event) -> None:
+        """See `SimulatedDevice`."""
+        with self._lock:
+            super().arrive(stream, event)
+
+    def record(self) -> Event:
+        """See `SimulatedDevice`."""
+        with self._lock:
+            return super().record()
+
+    def use(self, *arguments: Any) -> None:
+        """See `SimulatedDevice`."""
+        with self._lock:
+            super().use(*arguments)
+
+    def _memory_of(self, tensor: torch.Tensor) -> _Memory:
+        with self._lock:
+            return super()._memory_of(tensor)
 
 
 def _place() -> str:

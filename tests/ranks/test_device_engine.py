@@ -51,9 +51,15 @@ class Net(nn.Module):
 
 @contextmanager
 def simulated(*left_out: str) -> Generator[SimulatedDevice, None, None]:
+    device = SimulatedDevice(left_out)
+    with simulated_by(device):
+        yield device
+
+
+@contextmanager
+def simulated_by(device: SimulatedDevice) -> Generator[None, None, None]:
     for codec in CODECS:
         make_codec(CodecSpec.parse(codec))  # native loops are tried once a process: before they are left out here
-    device = SimulatedDevice(left_out)
     simulate_device(_CPU, device)
     try:
         with ExitStack() as stack:
@@ -62,7 +68,7 @@ def simulated(*left_out: str) -> Generator[SimulatedDevice, None, None]:
             stack.enter_context(patch.object(device_quantize, "can_run", lambda _: False))
             stack.enter_context(patch.object(device_quantize, "_trials", device_quantize._Trials()))
             stack.enter_context(device)
-            yield device
+            yield
     finally:
         device.left_out = frozenset()  # what is closed later may read
         simulate_device(_CPU, None)
@@ -145,7 +151,7 @@ def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
     bad_step = None if codec.startswith("randomk") else 4
     expected = state_of(train(fd.Plan(**keys, ranks_per_switch=2), bad_step=bad_step, all_coded=True))
     with simulated() as device:
-        model = train(fd.Plan(**keys), bad_step=bad_step, all_coded=True)
+        model = train(fd.Plan(**keys, staging="never"), bad_step=bad_step, all_coded=True)
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
         found, reducer = state_of(model), reducer_of(model)
         assert reducer is not None
@@ -165,7 +171,7 @@ def test_a_wait_for_slices_that_is_left_out_is_found() -> None:
     pretend_two_hosts()
     fd.init()
     with simulated("launch"), pytest.raises(Race):
-        train(fd.Plan(codec="int8", bucket_bytes=16384, first_bucket_bytes=1024))
+        train(fd.Plan(codec="int8", bucket_bytes=16384, first_bucket_bytes=1024, staging="never"))
 
 
 @pytest.mark.parametrize(("said", "mib"), [({}, 25), ({"bucket_bytes": 4 << 20}, 4)])

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,43 +22,9 @@ from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_ops import MOVED, numbers, same
-from tests.simulated_device import MAIN, Event, Race, SimulatedDevice
+from tests.simulated_device import Race, ThreadedDevice
 
 _CPU = torch.device("cpu")
-
-
-class ThreadedDevice(SimulatedDevice):
-    """A simulated device that two threads tell what to do: each has a current stream, and is looked at."""
-
-    def __init__(self, *left_out: str) -> None:
-        self._of_thread, self._lock = threading.local(), threading.RLock()
-        super().__init__(left_out)
-        self.owner = threading.current_thread()
-
-    @property
-    def current(self) -> str:
-        """The stream of the thread that asks."""
-        return getattr(self._of_thread, "stream", MAIN)
-
-    @current.setter
-    def current(self, stream: str) -> None:
-        self._of_thread.stream = stream
-
-    @contextmanager
-    def on(self, stream: str) -> Generator[None, None, None]:
-        """See `Streams`; a thread of the product's is looked at while it is on a stream."""
-        with super().on(stream), nullcontext() if threading.current_thread() is self.owner else self:
-            yield
-
-    def arrive(self, stream: str, event: Event) -> None:
-        """See `SimulatedDevice`."""
-        with self._lock:
-            super().arrive(stream, event)
-
-    def use(self, *arguments: Any) -> None:
-        """See `SimulatedDevice`."""
-        with self._lock:
-            super().use(*arguments)
 
 
 @contextmanager

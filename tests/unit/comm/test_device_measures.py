@@ -19,7 +19,7 @@ def measures(seconds: list[float], ranks: int = 4, parameters: int = 3) -> Devic
     """Return those of a device on which marks are made each second, and messages take `seconds`."""
     marks, left = count(), iter(seconds)
 
-    def seconds_of(message: Message, seat: GroupRank) -> float:
+    def seconds_of(message: Message, circle: object) -> float:
         assert message.operation == "all_to_all"
         return next(left)
 

@@ -74,6 +74,9 @@ class _Streams:
     def keep(self, tensor: torch.Tensor) -> None:
         pass
 
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def to_host(self, tensor: torch.Tensor) -> _Copy:
         return _Copy(tensor)
 

@@ -494,6 +494,9 @@ def test_codecs_of_an_accelerator_that_ranks_would_not_compute_alike_are_refused
     def body(rank: Rank) -> None:
         with pytest.raises(PlanError, match="codec 'int8': parameter 'a' of rank 0 is on meta, others are on cpu"):
             refuse_messages(rank.world, named, Plan(), codecs=["int8"])
+        with pytest.raises(PlanError, match="staging = 'always': parameter 'a' of rank 0 is on meta"):
+            refuse_messages(rank.world, named, Plan(staging="always"), codecs=[])
+        refuse_messages(rank.world, named, Plan(), codecs=[])
         refuse_messages(rank.world, named[:1], Plan(), codecs=["int8", "powersgd:2"])
         other = named[:1] if rank.number == 0 else named[1:]
         with pytest.raises(PlanError, match="rank 0 has a Model, rank 1 a CPU, and their products"):

@@ -38,8 +38,14 @@ class LockStepConductor(StreamConductor):
         self._size = size
         self._submitted: list[tuple[Sequence[SegmentWork], Callable[[], None], StreamWork, Any]] = []
 
-    def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
+    def submit(
+        self,
+        items: Sequence[SegmentWork],
+        complete: Callable[[], None],
+        prepare: Callable[[], object] | None = None,
+    ) -> StreamWork:
         """Keep one rank's bucket, in the order of ranks; drive all when they are complete."""
+        assert prepare is None, "pretend ranks are on no host"
         work = StreamWork(self.streams)
         self._submitted.append((items, complete, work, self.streams.record()))
         if len(self._submitted) == self._size:

@@ -111,9 +111,9 @@ class DeviceMeasures:
         size = self._everyone.seat.size
         length = max(1, min(_LARGEST_BYTES, gradient_bytes) // size)
         small, large = (torch.zeros(size, each, dtype=torch.uint8, device=self._device) for each in (8, length))
-        seat, moved = self._everyone.seat, length * (size - 1)
+        moved = length * (size - 1)
         waits, times = (
-            [self._conductor.seconds_of(Message(rows, "all_to_all"), seat) for _ in range(_ROUNDS)][1:]
+            [self._conductor.seconds_of(Message(rows, "all_to_all"), self._everyone) for _ in range(_ROUNDS)][1:]
             for rows in (small, large)
         )
         # The best of some: what lengthens one is a rank that began late.

@@ -10,6 +10,7 @@ See [Note: no wait for a device] in `device.streams`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -143,7 +144,9 @@ class DeviceCodedBucket(CodedBucket):
         """See `Bucket`."""
         assert route.on_device is not None, "a codec needs its conductor"
         self.gradients.note_uses()
-        work = route.on_device.submit(self._items(route), self._land)
+        shared = self.gradients.shared
+        add_up = None if shared is None else partial(shared.reduce_scatter, self.gradients.divisor)
+        work = route.on_device.submit(self._items(route), self._land, add_up)
         self._work = work
         return work
 
@@ -167,9 +170,7 @@ class DeviceCodedBucket(CodedBucket):
     # -- on the side stream --------------------------------------------------------------------
 
     def _announce(self) -> Reduction:
-        """Add up inside the host, and say what `CodedBucket` does: the first item, before units are exchanged."""
-        if self.gradients.shared is not None:
-            self.gradients.shared.reduce_scatter(self.gradients.divisor)
+        """Say what `CodedBucket` does."""
         is_usual = not (self._probe_request.by_this_rank or self.gradients.unused)
         sent = self._sent if is_usual else None
         if sent is None:

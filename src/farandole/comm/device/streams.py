@@ -78,6 +78,9 @@ class Streams(Protocol):
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of `tensor`, which is in CPU memory, on the device; may be used on the current stream."""
 
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return CPU memory that `to_device` copies from without another copy."""
+
 
 class _PinnedCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
@@ -159,6 +162,9 @@ class _DeviceStreams:
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         # The allocator of pinned memory keeps it until the copy is over.
         return tensor.pin_memory().to(self._device, non_blocking=True)
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 _streams: dict[torch.device, Streams] = {}

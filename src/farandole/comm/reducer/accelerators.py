@@ -46,11 +46,12 @@ def refuse_messages(
     the sums alone. `sessions`: whether codecs exchange whole tensors outside of backward passes. To be called by
     all ranks.
     """
+    is_staged = plan.staging == "always" and not sessions and any(not each.is_cpu for _, each in parameters)
     codecs_there = [codec for codec in codecs if not sessions and _can_be_there(CodecSpec.parse(codec))]
     requested = [f"zero = {plan.zero}"] if shards else []
     requested += [f"codec {codec!r}" for codec in codecs if codec not in codecs_there]
     requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
-    if not (requested or codecs_there) or world.size == 1:
+    if not (requested or codecs_there or is_staged) or world.size == 1:
         return
     places = [_Devices(*each) for each in all_gather_json(world, "devices of parameters", _place_of(parameters))]
     for rank, place in enumerate(places):
@@ -58,15 +59,16 @@ def refuse_messages(
             continue
         where = f"parameter {place.name!r} of rank {rank} is on {place.device}"
         if requested or not place.model:
-            what = (requested or [f"codec {codec!r}" for codec in codecs_there])[0]
+            what = [*requested, *(f"codec {codec!r}" for codec in codecs_there), f"staging = {plan.staging!r}"][0]
             remedy = _REMEDY_OF_SHARDS if shards else _REMEDY_OF_SESSIONS if sessions else REMEDY
             raise PlanError(
                 f"{what}: {where}, and what travels by messages is read from CPU memory", remedy=remedy
             )
         if place.others:
+            what = f"codec {codecs_there[0]!r}" if codecs_there else f"staging = {plan.staging!r}"
             raise PlanError(
-                f"codec {codecs_there[0]!r}: {where}, others are on {', '.join(place.others)}",
-                remedy="move the whole model to one device, or use codec none",
+                f"{what}: {where}, others are on {', '.join(place.others)}",
+                remedy='move the whole model to one device, or use codec "none" and no staging',
             )
     for codec in codecs_there:
         if codec != AUTO and CodecSpec.parse(codec).granularity == "matrix":

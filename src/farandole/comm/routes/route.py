@@ -14,29 +14,31 @@ anyway, and go among all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan, RouteName
-from ..device.streams import streams_of
-from ..device.tested import was_tested
+from ..device.streams import Streams, streams_of
 from ..host_memory.device_slices import DeviceSlices, SlicesByHost
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
 from ..host_memory.switch_tensor import SwitchGroup, switch_circles
-from ..messages.message import Message
 from ..transport.comm_thread import CommThread
-from ..transport.group_messages import exchange_by_group
 from ..transport.rank_group import RankGroup
+from ..transport.staged_conductor import StagedTransport
 from ..transport.stream_conductor import StreamConductor
 from ..transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from ..world.store_sync import all_gather_json
 from ..world.world import World
+from .device_route import connect_device
 
+_Kind = TypeVar("_Kind", bound=Transport)
 _CPU = torch.device("cpu")
 TRIED_CONNECTIONS = (1, 2, 4)
 """Between two ranks: codec "auto" opens as many as the last says, and measures which number is worth it."""
@@ -89,20 +91,22 @@ class Route:
         if streams_of(device) is not None:
             if self.on_device is not None:
                 return self
-            hosts, reason = _hosts(world, plan, device)
-            on_device = _on_device(world, device, self.group, self.everyone, hosts)
-            return replace(self, on_device=on_device, on_hosts=hosts, reason=reason or self.reason)
+            carrier = connect_device(world, plan, device, group=self.group, everyone=self.everyone,
+                                     connect=partial(_staged, world, plan, self.limit_bytes))  # fmt: skip
+            return replace(self, on_device=carrier.conductor, on_hosts=carrier.hosts,
+                           reason=carrier.reason or self.reason)  # fmt: skip
         if self.conductor is not None and self.conductor.has_transport:
             return self
-        transport = _transport(world, plan, self.limit_bytes)
+        transport = _transport(world, plan, self.limit_bytes, Transport)
         if self.conductor is not None:
             self.conductor.close()
         return replace(self, conductor=_conductor(transport, self.memory))
 
     def close(self, world: World) -> None:
         """Close connections, memory and group; `world` made the group."""
-        if self.conductor is not None:
-            self.conductor.close()
+        for each in (self.conductor, self.on_device):
+            if each is not None:
+                each.close()
         if self.memory is not None:
             self.memory.close()
         for group in (self.group, *(() if self.on_hosts is None else self.on_hosts.groups)):
@@ -131,83 +135,27 @@ def connect_route(
     everyone, limit_bytes = RankGroup(tuple(range(world.size)), world.rank), limit_for(parameter_bytes)
     try:
         switches, memory = switch_circles(world, plan), None
+        if has_streams and (needs_messages or plan.staging == "always"):
+            found = connect_device(world, plan, device, group=group, everyone=everyone,
+                                   connect=partial(_staged, world, plan, limit_bytes))  # fmt: skip
+            _, reason, _ = _choose(world, plan, place) if found.hosts is None else ("flat", "", None)
+            alone, reason = RankGroup((world.rank,), world.rank), "; ".join(filter(None, (reason, found.reason)))
+            return Route("flat", reason, group, everyone, alone,
+                         on_device=found.conductor, on_hosts=found.hosts, limit_bytes=limit_bytes)  # fmt: skip
         if switches is None:
-            on_hosts, shape = _hosts(world, plan, device) if has_streams and needs_messages else (None, "")
-            if on_hosts is None:
-                route, reason, memory = _choose(world, plan, place)
-            else:
-                route, reason = "flat", shape
+            route, reason, memory = _choose(world, plan, place)
             across = _across(world, memory) if route == "hierarchical" else RankGroup((world.rank,), world.rank)
         else:
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
-        if has_streams and needs_messages:
-            on_device = _on_device(world, device, group, everyone, on_hosts)
-            return Route(route, reason, group, everyone, across, on_device=on_device, on_hosts=on_hosts,
-                         limit_bytes=limit_bytes)  # fmt: skip
         has_messages = needs_messages or route not in ("flat", "shared")
-        transport = _transport(world, plan, limit_bytes) if has_messages else None
+        transport = _transport(world, plan, limit_bytes, Transport) if has_messages else None
         conductor = None if transport is None and memory is None else _conductor(transport, memory)
         behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
         return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes=limit_bytes)
     except BaseException:
         world.drop_group(group)
         raise
-
-
-def _hosts(world: World, plan: Plan, device: torch.device) -> tuple[SlicesByHost | None, str]:
-    """Return which ranks exchange slices by codecs on accelerators, and why; None: all exchange whole buckets.
-
-    To be called by all ranks. Codec "auto" measures the exchange of all ranks, and stays with it.
-    """
-    if plan.route not in ("auto", "hierarchical") or plan.codec == AUTO:
-        return None, ""
-    nodes = all_gather_json(world, "hosts of accelerators", world.node_rank)
-    local_size = nodes.count(nodes[0])
-    hosts = [tuple(range(world.size))[begin : begin + local_size] for begin in range(0, world.size, local_size)]
-    is_even = all([nodes[rank] for rank in each] == [nodes[each[0]]] * local_size for each in hosts)
-    if local_size < 2 or len(hosts) < 2 or len(hosts) != len(set(nodes)) or not is_even:
-        return None, ""
-    inside = hosts[world.rank // local_size]
-    place = inside.index(world.rank)
-    across = RankGroup(tuple(each[place] for each in hosts), world.rank)
-    cross, node = world.new_host_groups(local_size, timeout_seconds=plan.timeout_seconds)
-    slices = DeviceSlices(RankGroup(inside, world.rank).seat, node, device)
-    reason = f"{len(hosts)} hosts of {local_size} ranks, codecs by slices"
-    return SlicesByHost(across, slices, (cross, node)), reason
-
-
-def _on_device(
-    world: World,
-    device: torch.device,
-    group: dist.ProcessGroup,
-    everyone: RankGroup,
-    hosts: SlicesByHost | None,
-) -> StreamConductor:
-    """Return what drives codecs on a device; all ranks try whether their backend carries its tensors."""
-    streams = streams_of(device)
-    assert streams is not None, "the CPU has a thread instead"
-    try:
-        rows = torch.zeros(everyone.seat.size, dtype=torch.uint8, device=device)
-        exchange_by_group(Message(rows, "all_to_all"), everyone.seat, group)
-        exchange_by_group(Message(rows, "all_gather"), everyone.seat, group)
-        if hosts is not None:  # a group is connected by its first exchange
-            exchange_by_group(
-                Message(rows[: hosts.across.seat.size], "all_to_all"), hosts.across.seat, hosts.groups[0]
-            )
-            hosts.inside.exchange(Message(rows[: hosts.inside.local_size], "all_to_all"))
-    except (RuntimeError, ValueError, NotImplementedError) as problem:
-        for each in () if hosts is None else hosts.groups:
-            world.drop_group(each)
-        raise PlanError(
-            f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
-            f"{str(problem).splitlines()[0]}",
-            remedy='use codec "none", or one GPU a rank, whose backend is NCCL',
-        ) from None
-    if everyone.seat.rank == 0 and not was_tested(device):
-        write_notice(f"codecs on {device.type}: never tested here: farandole test --device {device.type}")
-    parts = {} if hosts is None else {hosts.across.ranks: hosts.groups[0]}
-    return StreamConductor(streams, group, parts)
 
 
 def _across(world: World, memory: SharedMemory | None) -> RankGroup:
@@ -217,10 +165,14 @@ def _across(world: World, memory: SharedMemory | None) -> RankGroup:
     return RankGroup(tuple(rank for rank, (_, local) in enumerate(places) if local == mine), world.rank)
 
 
-def _transport(world: World, plan: Plan, limit_bytes: int) -> Transport:
-    """Connect all ranks, by as many connections as the plan, or a tuner, may use."""
+def _staged(world: World, plan: Plan, limit_bytes: int, streams: Streams) -> StagedTransport:
+    return _transport(world, plan, limit_bytes, partial(StagedTransport, streams=streams))
+
+
+def _transport(world: World, plan: Plan, limit_bytes: int, kind: Callable[..., _Kind]) -> _Kind:
+    """Connect all ranks, by as many connections as the plan, or a tuner, may use. `kind`: of transport."""
     tries = plan.codec == AUTO or world.session.is_tuned
-    transport = Transport(
+    transport = kind(
         world,
         timeout_seconds=plan.timeout_seconds,
         lanes=max(plan.connections, *TRIED_CONNECTIONS) if tries else plan.connections,

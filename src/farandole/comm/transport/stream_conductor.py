@@ -23,9 +23,10 @@ from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import all_reduce
 from ..device.streams import Streams
 from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import GroupRank, Message, check
+from ..messages.message import Message, check
 from .comm_thread import Conversation, SegmentWork
 from .group_messages import exchange_by_group
+from .rank_group import RankGroup
 
 
 @dataclass(eq=False)
@@ -53,10 +54,20 @@ class StreamConductor:
         """`group`: of all ranks. `parts`: other groups that items may be of, by their ranks."""
         self.streams, self._group, self._parts = streams, group, parts or {}
 
-    def submit(self, items: Sequence[SegmentWork], complete: Callable[[], None]) -> StreamWork:
-        """Drive `items`, then `complete`, behind what the current stream was told. See [Note: two waits]."""
+    def submit(
+        self,
+        items: Sequence[SegmentWork],
+        complete: Callable[[], None],
+        prepare: Callable[[], object] | None = None,
+    ) -> StreamWork:
+        """Drive `prepare`, `items`, then `complete`, behind what the current stream was told.
+
+        See [Note: two waits]. What is done before and behind the items is told by the thread that trains.
+        """
         work = StreamWork(self.streams)
         with self._on_side([self.streams.record()], [work]):
+            if prepare is not None:
+                prepare()
             for item in items:
                 item.finish(self._drive(item, work))
             complete()
@@ -69,15 +80,21 @@ class StreamConductor:
             all_reduce(tensor, self._group)
         return work
 
-    def seconds_of(self, message: Message, seat: GroupRank) -> float:
+    def close(self) -> None:
+        """Let go what it holds."""
+
+    def seconds_of(self, message: Message, circle: RankGroup) -> float:
         """Return the seconds of one exchange, called by all ranks between two steps; the host waits for it."""
         work = StreamWork(self.streams)
         with self._on_side([self.streams.record()], [work]):
             begin = self.streams.mark()
-            exchange_by_group(message, seat, self._group)
+            exchange_by_group(message, circle.seat, self._group_of(circle))
             end = self.streams.mark()
         work.wait()  # the message may be let go
         return self.streams.seconds_between(begin, end)
+
+    def _group_of(self, circle: RankGroup) -> dist.ProcessGroup:
+        return self._parts.get(circle.ranks, self._group)
 
     @contextmanager
     def _on_side(self, ready: Sequence[Any], works: Sequence[StreamWork]) -> Generator[None, None, None]:
@@ -108,8 +125,7 @@ class StreamConductor:
                 stack.append(reduce_scatter_all_gather(message.tensor, item.circle.seat))
                 answer = None
                 continue
-            group = self._parts.get(item.circle.ranks, self._group)
-            answer = exchange_by_group(message, item.circle.seat, group)
+            answer = exchange_by_group(message, item.circle.seat, self._group_of(item.circle))
             work.sent_bytes += _sent_bytes(message, item.circle.seat.size)
 
 

@@ -36,6 +36,7 @@ import torch
 
 from ...core.vocabulary.errors import CommError
 from ..messages.all_reduce import reduce_scatter_all_gather
+from ..messages.element_bytes import bytes_of
 from ..messages.message import GroupRank, Message, Reduction, received_shape, sources_and_targets
 from ..world.store_sync import all_gather_json
 from ..world.world import World
@@ -77,7 +78,7 @@ class PendingMessage:
         """Return what was received, once it has arrived; raise `PeerLost`, `Stalled` or `Mismatch`."""
         if self.waiting_for:
             self.transport.progress(self)
-        return self.received
+        return self.transport.delivered(self.received)
 
 
 class Transport:
@@ -138,14 +139,12 @@ class Transport:
         """
         self._require_owner()
         seat = circle.seat
-        tensor = message.tensor.contiguous()
-        if not tensor.is_cpu:
-            tensor = tensor.cpu()
-        received = torch.empty(received_shape(message, seat), dtype=tensor.dtype)
+        tensor = self._to_send(message.tensor.contiguous())
+        received = self._room(received_shape(message, seat), tensor.dtype)
         flight = PendingMessage(self, received, 0, set(), tensor)
         if tensor.numel() == 0:
             return flight
-        rows = [_view(_bytes_of(row)) for row in received]
+        rows = [_view(row) for row in received]
         self._refuse_long(message, seat, tensor)
         parts = list(tensor) if message.operation == "all_to_all" else [tensor] * seat.size
         sources, targets = sources_and_targets(message, seat)
@@ -155,9 +154,7 @@ class Transport:
         for source in sources:
             self._post(circle.ranks[source], tag, rows[source % len(rows)], flight)
         for target in targets:
-            part = _view(_bytes_of(parts[target]))
-            self._send(circle.ranks[target], tag, part)
-            flight.sent_bytes += len(part)
+            flight.sent_bytes += self._send(circle.ranks[target], tag, _view(parts[target]))
         return flight
 
     def start_parts(self, parts: PieceExchange, tag: int, circle: RankGroup) -> PendingMessage:
@@ -169,13 +166,23 @@ class Transport:
         sources, targets = sources_and_targets(Message(nothing, "all_to_all"), seat)
         for source in sources:
             if parts.incoming[source].numel():
-                self._post(circle.ranks[source], tag, _view(_bytes_of(parts.incoming[source])), flight)
+                self._post(circle.ranks[source], tag, _view(parts.incoming[source]), flight)
         for target in targets:
             if parts.outgoing[target].numel():
-                part = _view(_bytes_of(parts.outgoing[target]))
-                self._send(circle.ranks[target], tag, part)
-                flight.sent_bytes += len(part)
+                flight.sent_bytes += self._send(circle.ranks[target], tag, _view(parts.outgoing[target]))
         return flight
+
+    def delivered(self, received: torch.Tensor) -> torch.Tensor:
+        """Return what has arrived as who sent the message wants it."""
+        return received
+
+    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor in CPU memory with the values of one that is contiguous."""
+        return tensor if tensor.is_cpu else tensor.cpu()
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return CPU memory to receive into."""
+        return torch.empty(shape, dtype=dtype)
 
     def progress(self, flight: PendingMessage) -> None:
         """Send and receive whatever can be until `flight` has arrived."""
@@ -297,15 +304,16 @@ class Transport:
         flight.waiting_for.add(source)
         self._posted[key] = (row, flight)
 
-    def _send(self, target: int, tag: int, row: memoryview) -> None:
+    def _send(self, target: int, tag: int, row: memoryview) -> int:
         lanes = self._by_rank[target]
         # Neighbours in rounds and neighbours in items (the tag's last three bits, and the rest) alternate.
         lane = lanes[(tag + (tag >> 3)) % self.used_lanes]
         if lane.lost:
-            return  # waits for that rank raise its error
+            return len(row)  # waits for that rank raise its error
         lane.queue(tag, row)
         if not lane.asks_to_write:
             self._pump_out(lane)
+        return len(row)
 
     def _pump_out(self, lane: Connection) -> None:
         try:
@@ -386,9 +394,5 @@ class Transport:
 
 
 def _view(row: torch.Tensor) -> memoryview:
-    array: Any = row.numpy()
+    array: Any = bytes_of(row).numpy()
     return memoryview(array)
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)

@@ -37,7 +37,7 @@ TENSOR_WORDS = ("columns", "rows", "vocabulary", "attention", "whole", "divide")
 """What `tensor_recipe` says of a layer; and "divide" of a whole number of a module, such as a count of heads."""
 _OF_BUCKETS = (
     "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route", "ranks_per_switch", "switch_of",
-    "connections", "congestion_control",
+    "connections", "congestion_control", "staging",
 )  # fmt: skip
 RouteName = Literal["flat", "shared", "hierarchical"]
 _GONE_ROUTES = ("server", "sharded_server")
@@ -83,6 +83,8 @@ class Plan:
     """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
     """TCP congestion control of messages, e.g. "cubic" on hosts with "bbr". Empty: the host's default."""
+    staging: Literal["auto", "always", "never"] = "auto"
+    """On accelerators: whether codecs' messages go through CPU memory and TCP; "auto": where that is faster."""
     zero: int = 0
     """ZeRO stage. 1: optimizer states are sharded over the ranks, 2: gradients too, 3: parameters too."""
     shard_within: Literal["world", "host"] = "world"
@@ -202,9 +204,7 @@ class Plan:
         if not (0 < self.timeout_seconds < math.inf):
             raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
         if not (0 <= self.stall_seconds < math.inf):
-            raise PlanError(
-                f"plan: stall_seconds = {self.stall_seconds}, expected a number from 0, or 0 for never"
-            )
+            raise PlanError(f"plan: stall_seconds = {self.stall_seconds}, expected a number from 0 (0: never)")
 
     def _refuse_degrees(self) -> None:
         for name in ORDER:

@@ -1,0 +1,168 @@
+"""What codecs travel by where gradients are on an accelerator, and which ranks exchange what.
+
+The backend carries messages from where they are. Where it cannot, or where its way between hosts is slower than
+ours, they go through CPU memory (`transport.staged_conductor`), as the plan's `staging` says. Between hosts of
+several ranks codecs exchange slices: a host adds up first, by the backend.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ...core.vocabulary.codec_spec import AUTO
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.spec import Plan
+from ..device.streams import Streams, streams_of
+from ..device.tested import was_tested
+from ..host_memory.device_slices import DeviceSlices, SlicesByHost
+from ..messages.message import Message
+from ..transport.group_messages import exchange_by_group
+from ..transport.rank_group import RankGroup
+from ..transport.staged_conductor import StagedConductor, StagedTransport
+from ..transport.stream_conductor import StreamConductor
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+
+_MEASURED_BYTES = 2 * 2**20
+"""A message to all ranks has so many: what a bucket of a few MiB is when it is packed."""
+_ROUNDS = 3
+_MARGIN = 0.9
+"""The way through CPU memory takes the host's time: it is taken where it needs this part of the other's."""
+
+
+class DeviceRoute(NamedTuple):
+    """What drives codecs on this rank's device."""
+
+    conductor: StreamConductor
+    hosts: SlicesByHost | None
+    """The ranks that exchange slices; None: all exchange whole buckets."""
+    reason: str
+    """Why, for people; empty: nothing was chosen."""
+
+
+def connect_device(
+    world: World,
+    plan: Plan,
+    device: torch.device,
+    *,
+    group: dist.ProcessGroup,
+    everyone: RankGroup,
+    connect: Callable[[Streams], StagedTransport],
+) -> DeviceRoute:
+    """Connect what codecs on `device` need; to be called by all ranks.
+
+    `group`: of all ranks, by the backend. `connect`: connects all ranks.
+    Raises `PlanError` on all ranks where the backend carries no messages and the plan wants no staging.
+    """
+    streams = streams_of(device)
+    assert streams is not None, "the CPU has a thread instead"
+    if everyone.seat.rank == 0 and not was_tested(device):
+        write_notice(f"codecs on {device.type}: never tested here: farandole test --device {device.type}")
+    hosts = _hosts(world, plan, device)
+    reasons = [] if hosts is None else [
+        f"{len(hosts.across.ranks)} hosts of {hosts.inside.local_size} ranks, codecs by slices"
+    ]  # fmt: skip
+    circle = everyone if hosts is None else hosts.across
+    parts = {} if hosts is None else {circle.ranks: hosts.groups[0]}
+    by_backend = StreamConductor(streams, group, parts)
+    tried = {everyone: group} if hosts is None else {everyone: group, circle: hosts.groups[0]}
+    problem = _first_problem(world, device, tried)
+    if plan.staging == "never" or (plan.staging == "auto" and not problem and _is_one_host(world)):
+        if problem:
+            _drop(world, hosts)
+            raise PlanError(
+                f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
+                f"{problem}",
+                remedy='leave staging out, use codec "none", or one GPU a rank, whose backend is NCCL',
+            )
+        return DeviceRoute(by_backend, hosts, ", ".join(reasons))
+    staged = StagedConductor(streams, group, connect(streams), device=device, everyone=everyone)
+    if plan.staging == "auto" and not problem:
+        try:
+            seconds = _seconds_of_both(world, device, circle, by_backend, staged)
+        except BaseException:
+            staged.close()
+            raise
+        backend_ms, staged_ms = (1e3 * each for each in seconds)
+        is_staged = staged_ms < _MARGIN * backend_ms
+        reasons.append(
+            f"{'through CPU memory' if is_staged else 'by the backend'}: {_MEASURED_BYTES >> 20} MiB take "
+            f"{staged_ms:.3g} ms through CPU memory, {backend_ms:.3g} ms by the backend"
+        )
+        if not is_staged:
+            staged.close()
+            return DeviceRoute(by_backend, hosts, ", ".join(reasons))
+    else:
+        why = "the plan says so" if plan.staging == "always" else f"the backend does not carry messages: {problem}"
+        reasons.append(f"through CPU memory: {why}")
+    return DeviceRoute(staged, hosts, ", ".join(reasons))
+
+
+def _hosts(world: World, plan: Plan, device: torch.device) -> SlicesByHost | None:
+    """Return which ranks exchange slices by codecs on accelerators; None: all exchange whole buckets.
+
+    To be called by all ranks. Codec "auto" measures the exchange of all ranks, and stays with it. Where the
+    backend does not add up inside a host, nothing else does.
+    """
+    if plan.route not in ("auto", "hierarchical") or plan.codec == AUTO:
+        return None
+    nodes = all_gather_json(world, "hosts of accelerators", world.node_rank)
+    local_size = nodes.count(nodes[0])
+    hosts = [tuple(range(world.size))[begin : begin + local_size] for begin in range(0, world.size, local_size)]
+    is_even = all([nodes[rank] for rank in each] == [nodes[each[0]]] * local_size for each in hosts)
+    if local_size < 2 or len(hosts) < 2 or len(hosts) != len(set(nodes)) or not is_even:
+        return None
+    inside = RankGroup(hosts[world.rank // local_size], world.rank)
+    place = inside.seat.rank
+    across = RankGroup(tuple(each[place] for each in hosts), world.rank)
+    cross, node = world.new_host_groups(local_size, timeout_seconds=plan.timeout_seconds)
+    found = SlicesByHost(across, DeviceSlices(inside.seat, node, device), (cross, node))
+    if _first_problem(world, device, {inside: node}):
+        _drop(world, found)
+        return None
+    return found
+
+
+def _drop(world: World, hosts: SlicesByHost | None) -> None:
+    for each in () if hosts is None else hosts.groups:
+        world.drop_group(each)
+
+
+def _first_problem(world: World, device: torch.device, tried: Mapping[RankGroup, dist.ProcessGroup]) -> str:
+    """Return why some rank's backend does not carry messages on `device`, the same on all; empty: all do.
+
+    To be called by all ranks. A group is connected by its first exchange.
+    """
+    problem = ""
+    try:
+        for circle, group in tried.items():
+            rows = torch.zeros(circle.seat.size, dtype=torch.uint8, device=device)
+            exchange_by_group(Message(rows, "all_to_all"), circle.seat, group)
+            exchange_by_group(Message(rows, "all_gather"), circle.seat, group)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return next((each for each in all_gather_json(world, "messages of devices", problem) if each), "")
+
+
+def _is_one_host(world: World) -> bool:
+    return len(set(all_gather_json(world, "hosts to stage between", world.node_rank))) == 1
+
+
+def _seconds_of_both(
+    world: World, device: torch.device, circle: RankGroup, by_backend: StreamConductor, staged: StreamConductor
+) -> tuple[float, float]:
+    """Return the seconds of one exchange by the backend and through CPU memory, the same on all ranks."""
+    rows = torch.zeros(circle.seat.size, _MEASURED_BYTES // circle.seat.size, dtype=torch.uint8, device=device)
+    message = Message(rows, "all_to_all")
+    rounds = [[way.seconds_of(message, circle) for way in (by_backend, staged)] for _ in range(1 + _ROUNDS)]
+    mine = [statistics.median(each) for each in zip(*rounds[1:], strict=True)]  # the first round warms up
+    backend_seconds, staged_seconds = (
+        max(each) for each in zip(*all_gather_json(world, "ways of messages", mine), strict=True)
+    )
+    return backend_seconds, staged_seconds

@@ -1,0 +1,173 @@
+"""What drives codecs on a device where the backend carries no messages, or slower ones: through CPU memory.
+
+Its thread conducts conversations on the side stream. A message is copied to pinned memory, sent by our connections
+as those of tensors in CPU memory are, and what arrives is copied to the device. Only what codecs have packed is
+copied. The thread waits for copies, the backward pass does not; its end waits for the thread, as on the CPU.
+
+[Note: who tells the device] Collectives of the backend are told by the thread that trains alone, in the order of
+the program: those inside a host before a bucket's conversations, when it is launched, and behind them, when it is
+waited for. Told by two threads, those of two groups might meet in another order on another rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.vocabulary.errors import Stalled
+from ..device.accelerator import set_device
+from ..device.streams import Streams
+from ..messages.message import Message, Reduction
+from ..world.world import World
+from .comm_thread import BucketWork, CommThread, Conversation, SegmentWork
+from .rank_group import RankGroup
+from .stream_conductor import StreamConductor, StreamWork
+from .transport import Transport
+
+_PAUSE_SECONDS = 20e-6
+"""Between two looks at the device: less than a message takes."""
+
+
+class StagedTransport(Transport):
+    """A transport of tensors on a device, told to the current stream of its thread."""
+
+    def __init__(self, world: World, *, streams: Streams, **options: Any) -> None:
+        """`options`: see `Transport`."""
+        super().__init__(world, **options)
+        self._streams = streams
+
+    def delivered(self, received: torch.Tensor) -> torch.Tensor:
+        """See `Transport`."""
+        return self._streams.to_device(received)
+
+    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = self._streams.to_host(tensor)
+        deadline = time.monotonic() + self.timeout_seconds
+        while not copy.has_arrived:  # other messages move on
+            if not self.serve_now():
+                time.sleep(_PAUSE_SECONDS)
+            if time.monotonic() > deadline:
+                raise Stalled(
+                    f"the device did not come to a message for {self.timeout_seconds:g} s",
+                    rank=self.rank,
+                    operation="exchange",
+                    remedy="it waits for a collective of the script that another rank has not begun",
+                )
+        return copy.read()
+
+    def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return self._streams.host_memory(shape, dtype)
+
+
+class _SideThread(CommThread):
+    """Tells all its jobs to the side stream of a device."""
+
+    def __init__(self, transport: Transport, streams: Streams, device: torch.device) -> None:
+        self._streams, self._device = streams, device
+        super().__init__(transport)
+
+    def _serve(self) -> None:
+        set_device(self._device)
+        with self._streams.on(self._streams.side):
+            super()._serve()
+
+
+@dataclass(eq=False)
+class StagedWork(StreamWork):
+    """A bucket whose exchange the thread was given."""
+
+    job: BucketWork | None = None
+    complete: Callable[[], None] | None = None
+    """Told behind the exchange by who waits for it."""
+
+    def wait(self) -> None:
+        """Wait until the thread has told all of it to the device; raise what stopped it. See `StreamWork`."""
+        job, complete, self.complete = self.job, self.complete, None
+        assert job is not None, "the thread was given it"
+        job.wait()
+        self.sent_bytes = job.sent_bytes
+        if complete is not None:
+            with self.streams.on(self.streams.side), torch.no_grad():
+                complete()
+                self._done = self.streams.record()
+        super().wait()
+
+
+class StagedConductor(StreamConductor):
+    """Drives buckets of one device through CPU memory, in the order of calls, which all ranks agree on."""
+
+    def __init__(
+        self,
+        streams: Streams,
+        group: dist.ProcessGroup,
+        transport: StagedTransport,
+        *,
+        device: torch.device,
+        everyone: RankGroup,
+    ) -> None:
+        """`group`: of all ranks. `transport`: the thread's from now on."""
+        super().__init__(streams, group)
+        self._everyone = everyone
+        self._thread = _SideThread(transport, streams, device)
+
+    def submit(
+        self,
+        items: Sequence[SegmentWork],
+        complete: Callable[[], None],
+        prepare: Callable[[], object] | None = None,
+    ) -> StreamWork:
+        """See `StreamConductor`, and [Note: who tells the device]."""
+        ready = self.streams.record()
+        if prepare is not None:
+            with self.streams.on(self.streams.side), torch.no_grad():
+                self.streams.wait(ready)
+                prepare()
+        job = self._thread.submit([self._behind(ready, item) for item in items])
+        return StagedWork(self.streams, job=job, complete=complete)
+
+    def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
+        """See `StreamConductor`."""
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return self.submit([SegmentWork(partial(_sum, real), partial(_copy, real), self._everyone)], _nothing)
+
+    def seconds_of(self, message: Message, circle: RankGroup) -> float:
+        """See `StreamConductor`."""
+        begin = self.streams.mark()
+        work = self.submit([SegmentWork(partial(_one, message), _nothing, circle)], _nothing)
+        work.wait()
+        return self.streams.seconds_between(begin, self.streams.mark())
+
+    def close(self) -> None:
+        """End the thread and close its connections."""
+        self._thread.close()
+
+    def _behind(self, ready: object, item: SegmentWork) -> SegmentWork:
+        """Return `item` so that it begins behind an event."""
+
+        def begin() -> Conversation:
+            self.streams.wait(ready)
+            return item.begin()
+
+        return SegmentWork(begin, item.finish, item.circle)
+
+
+def _sum(tensor: torch.Tensor) -> Reduction:
+    return (yield Message(tensor, "all_reduce"))
+
+
+def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    tensor.copy_(source)
+
+
+def _one(message: Message) -> Reduction:
+    return (yield message)
+
+
+def _nothing(*_: object) -> None:
+    """Nothing is done with what was received, or behind it."""

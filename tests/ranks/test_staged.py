@@ -1,0 +1,196 @@
+"""Codecs of a simulated accelerator through CPU memory: the bits of the CPU, the waits, and when it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+import farandole as fd
+from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
+from farandole.comm.routes import device_route
+from farandole.comm.transport.staged_conductor import StagedConductor
+from farandole.comm.world.store_sync import all_gather_json
+from farandole.parallel.apply import reducer_of
+from tests.ranks.pool import ranks
+from tests.ranks.test_device_engine import CODECS, WIDTH, distributed, simulated_by, state_of, train
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
+from tests.simulated_device import OUTSIDE, Race, ThreadedDevice
+
+SMALL: dict[str, Any] = {"bucket_bytes": 16384, "first_bucket_bytes": 1024}
+
+
+@contextmanager
+def simulated(*left_out: str) -> Generator[ThreadedDevice, None, None]:
+    device = ThreadedDevice(*left_out)
+    with simulated_by(device):
+        yield device
+
+
+def is_staged(model: nn.Module) -> bool:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    return isinstance(reducer.parts.open_route.require().on_device, StagedConductor)
+
+
+def reason_of(model: nn.Module) -> str:
+    reducer = reducer_of(model)
+    assert reducer is not None
+    return reducer.route_reason
+
+
+def without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the backend refuse tensors on the device, as gloo does on some."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("no kernels for this device")
+
+    monkeypatch.setattr(device_route, "exchange_by_group", refuse)
+
+
+@pytest.mark.parametrize(
+    "codec",
+    [pytest.param(each, marks=[] if each in ("int8", "powersgd:2") else pytest.mark.full) for each in CODECS],
+)
+@ranks(2)
+def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
+    fd.init()
+    keys: dict[str, Any] = {"codec": codec, **SMALL, "route": "flat"}
+    bad_step = None if codec.startswith("randomk") else 4
+    expected = state_of(train(fd.Plan(**keys), bad_step=bad_step, all_coded=True))
+    with simulated() as device:
+        model = train(fd.Plan(**keys, staging="always"), bad_step=bad_step, all_coded=True)
+        assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
+        assert is_staged(model)
+        assert "through CPU memory: the plan says so" in reason_of(model)
+        found = state_of(model)
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("codec", ["none", "int8"])
+@ranks(3)
+def test_exact_gradients_are_summed_through_cpu_memory_too(codec: str) -> None:
+    """Small parameters of a plan with a codec, and all of one without."""
+    fd.init()
+    expected = state_of(train(fd.Plan(codec=codec, **SMALL, route="flat")))
+    with simulated():
+        model = train(fd.Plan(codec=codec, **SMALL, staging="always"))
+        assert is_staged(model)
+        found = state_of(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02,exact=true", marks=pytest.mark.full)])
+@ranks(4, **TWO_HOSTS)
+def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
+    pretend_two_hosts()
+    fd.init()
+    keys: dict[str, Any] = {"codec": codec, **SMALL}
+    expected = state_of(train(fd.Plan(**keys, ranks_per_switch=2), all_coded=True))
+    with simulated() as device:
+        model = train(fd.Plan(**keys, staging="always"), all_coded=True)
+        assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
+        assert is_staged(model)
+        assert reason_of(model).startswith("2 hosts of 2 ranks, codecs by slices, through CPU memory")
+        reducer = reducer_of(model)
+        assert reducer is not None
+        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        assert all(each.gradients.shared is not None for each in coded)
+        found = state_of(model)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+@pytest.mark.parametrize("left_out", ["launch", "end", "read"])
+@pytest.mark.parametrize("codec", ["int8", "topk:0.02"])
+@ranks(2)
+def test_a_wait_that_is_left_out_is_found(codec: str, left_out: str) -> None:
+    fd.init()
+    with simulated(left_out), pytest.raises((Race, fd.CommError), match=r"use the same bytes|it failed: Race"):
+        train(fd.Plan(codec=codec, route="flat", staging="always"), all_coded=True)
+
+
+@ranks(2)
+def test_a_backend_without_messages_is_gone_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd.init()
+    without_messages(monkeypatch)
+    with simulated():
+        model = train(fd.Plan(codec="int8", **SMALL))
+        assert is_staged(model)
+        assert "through CPU memory: the backend does not carry messages: no kernels for this device" in reason_of(
+            model
+        )
+        with pytest.raises(fd.PlanError, match="does not carry their messages there: no kernels for this device"):
+            distributed(fd.Plan(codec="int8", staging="never"))
+
+
+@pytest.mark.parametrize("staged_seconds", [0.5, 0.95])
+@ranks(4, **TWO_HOSTS)
+def test_the_faster_way_between_hosts_is_taken(staged_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both are measured; here the figures are given, which differ from rank to rank."""
+    pretend_two_hosts()
+    world = fd.init()
+    measured: list[float] = []
+    measure = device_route._seconds_of_both
+
+    def given(*arguments: Any) -> tuple[float, float]:
+        measured.extend(measure(*arguments))
+        return 1.0, staged_seconds
+
+    monkeypatch.setattr(device_route, "_seconds_of_both", given)
+    with simulated():
+        model, _ = distributed(fd.Plan(codec="int8", **SMALL))
+        model(torch.ones(4, WIDTH), branch=True).sum().backward()
+        assert is_staged(model) == (staged_seconds < 0.9)
+        said = "through CPU memory" if staged_seconds < 0.9 else "by the backend"
+        assert (
+            f"codecs by slices, {said}: 2 MiB take {1e3 * staged_seconds:.3g} ms through CPU memory"
+            in reason_of(model)
+        )
+    assert len(measured) == 2
+    assert all(0 < each < 10 for each in measured)
+    assert len({str(each) for each in all_gather_json(world, "measured", measured)}) == 1
+
+
+@ranks(2)
+def test_one_host_is_not_measured() -> None:
+    fd.init()
+    with simulated():
+        model, _ = distributed(fd.Plan(codec="int8", **SMALL))
+        model(torch.ones(4, WIDTH), branch=True).sum().backward()
+        assert not is_staged(model)
+
+
+@ranks(2)
+def test_auto_chooses_by_what_staging_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd.init()
+    with simulated():
+        model = train(fd.Plan(codec="auto", lossy=True, staging="always"), bad_step=None)
+        assert is_staged(model)
+
+
+@ranks(2)
+def test_a_rank_that_leaves_is_named() -> None:
+    world = fd.init()
+    with simulated():
+        model, optimizer = distributed(fd.Plan(codec="int8", **SMALL, staging="always"), all_coded=True)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDTH), branch=True).sum().backward()
+            optimizer.step()
+        if world.rank == 1:
+            reducer = reducer_of(model)
+            assert reducer is not None
+            conductor = reducer.parts.open_route.require().on_device
+            assert conductor is not None
+            conductor.close()
+            return
+        with pytest.raises(fd.PeerLost, match=r"rank 1 .*is gone"):
+            model(torch.ones(4, WIDTH), branch=True).sum().backward()
