@@ -20,8 +20,10 @@ from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_byt
 from farandole.comm.named_ops.operations.operation import PendingTicket
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
+from farandole.horovod.common.compression import CodecCompressor
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_ops import MOVED, numbers, same
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 from tests.simulated_device import Race, ThreadedDevice
 
 _CPU = torch.device("cpu")
@@ -128,6 +130,70 @@ def test_every_type_travels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(jobs) == len(MOVED)
 
 
+CODECS = [
+    "bf16", "fp8", "int8", "int4", "int8:feedback=false", "sign", "randomk:0.05", "topk:0.02,exact=true",
+    "topk:0.1,exact=true,momentum=0.5,clip_norm=1.0",
+]  # fmt: skip
+
+
+def coded(codec: str, *, bad_step: int | None) -> list[torch.Tensor]:
+    """Return the means of four steps of two tensors by a codec, one step with a number that is not finite."""
+    rank, found = hvd.rank(), []
+    compression = CodecCompressor(codec)
+    for step in range(4):
+        for name, count in (("even", 40_960), ("odd", 33_333)):
+            mine = torch.randn(
+                count, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float32
+            )
+            if step == bad_step and rank == 1:
+                mine[7] = torch.inf
+            op, scale = (hvd.Sum, 0.5) if name == "odd" else (hvd.Average, 1.0)
+            found.append(hvd.allreduce(mine, name=name, op=op, postscale_factor=scale, compression=compression))
+    return [each * 1 for each in found]
+
+
+@pytest.mark.parametrize(
+    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full) for each in CODECS]
+)
+@ranks(3)
+def test_codecs_have_the_bits_of_cpu_memory(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hvd.init()
+    expected = coded(codec, bad_step=2)
+    assert not torch.isfinite(expected[4]).any()
+    hvd.shutdown()
+    jobs = count_jobs(monkeypatch)
+    with simulated():
+        found = coded(codec, bad_step=2)
+    assert len(jobs) == 8
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.1,exact=true", marks=pytest.mark.full)])
+@ranks(4, **TWO_HOSTS)
+def test_codecs_go_by_slices_between_hosts(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of CPU memory, where hosts add up first, too; ranks of one host have no group of their own."""
+    pretend_two_hosts()
+    hvd.init()
+    expected = coded(codec, bad_step=2)
+    hvd.shutdown()
+    seen: set[tuple[int, ...]] = set()
+    exchange = group_thread.exchange_among
+
+    def noting(message: Any, circle: Any, everyone: Any) -> torch.Tensor:
+        seen.add(circle.ranks)
+        return exchange(message, circle, everyone)
+
+    monkeypatch.setattr(group_thread, "exchange_among", noting)
+    pretend_two_hosts()
+    with simulated():
+        rank = hvd.rank()
+        found = coded(codec, bad_step=2)
+    assert seen == {(0, 1) if rank < 2 else (2, 3), (0, 2) if rank % 2 == 0 else (1, 3)}
+    for ours, theirs in zip(found, expected, strict=True):
+        assert same(ours, theirs)
+
+
 FOUND = {"launch": r"on operations and .* on main", "read": r"on main and .* on operations", "keep": "was let go"}
 
 
@@ -189,13 +255,15 @@ def test_process_sets_have_groups_of_their_own(monkeypatch: pytest.MonkeyPatch) 
 
 @ranks(2)
 def test_what_needs_cpu_memory_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codecs, Adasum, and sums without a rank that has joined."""
+    """Codecs of matrices, Adasum, and sums without a rank that has joined."""
     jobs = count_jobs(monkeypatch)
     with simulated():
         mine = torch.full((100_000,), 1.0 + hvd.rank(), dtype=torch.float32)
-        hvd.allreduce(mine, name="coded", compression=hvd.Compression.fp16)
-        assert len(jobs) <= 1, "a compressor is a cast, and its sum may go by the group"
+        hvd.allreduce(mine, name="cast", compression=hvd.Compression.fp16)
+        hvd.allreduce(mine, name="coded", compression=hvd.Compression.int8)
         before = len(jobs)
+        assert before == 2
+        hvd.allreduce(mine.view(100, -1), name="matrix", compression=hvd.Compression.powersgd(2))
         hvd.allreduce(mine, name="adasum", op=hvd.Adasum)
         if hvd.rank() == 0:
             alone = hvd.allreduce(mine, name="alone", op=hvd.Sum)
@@ -229,9 +297,9 @@ class ThreadedSubject(Subject):
 
 
 def without_first(*arguments: Any) -> torch.Tensor:
-    """Exchange, and lose the first number."""
+    """Exchange, and lose the first number of what is long: by short ones ranks agree on what they do."""
     received = exchange_bytes(*arguments)
-    received.view(-1)[:1] = 0
+    received.view(-1)[: received.numel() > 64] = 0
     return received
 
 
@@ -240,7 +308,7 @@ def test_the_check_of_a_device_compares_them(monkeypatch: pytest.MonkeyPatch) ->
     jobs, world = count_jobs(monkeypatch), fd.init()
     check = check_named(ThreadedSubject(_CPU), world)
     assert check.passed, check.answer
-    assert check.answer == "9 kinds: the bits of tensors in CPU memory"
+    assert check.answer == "10 kinds: the bits of tensors in CPU memory"
     assert jobs
     assert check_named(Subject(_CPU), world).passed is None
     if world.rank == 1:

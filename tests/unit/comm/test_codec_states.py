@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from farandole.comm.messages.message import GroupRank
 from farandole.comm.named_ops.data import codec_states
@@ -25,8 +26,8 @@ def operation(name: str, *, codec: str = "int8", shape: tuple[int, ...] = (8,), 
     return cast("Operation", SimpleNamespace(signature=signature, present=present))
 
 
-def of(states: StatesByName, asked: Operation) -> UnitStates:
-    return states.of(asked, asked.signature.codec, PAIR)
+def of(states: StatesByName, asked: Operation, device: str = "cpu") -> UnitStates:
+    return states.of(asked, asked.signature.codec, PAIR, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -52,10 +53,11 @@ def test_nothing_is_kept_without_a_name() -> None:
     assert states._circles == {}
 
 
-def test_a_name_keeps_its_state_until_its_codec_or_shape_changes() -> None:
+def test_a_name_keeps_its_state_until_its_codec_its_shape_or_its_place_changes() -> None:
     states = StatesByName()
     kept = of(states, operation("w"))
     assert of(states, operation("w")) is kept
+    assert of(states, operation("w"), "meta") is not kept
     assert of(states, operation("w", shape=(9,))) is not kept
     other = of(states, operation("w", shape=(9,), codec="bf16"))
     assert of(states, operation("w", shape=(9,), codec="bf16")) is other

@@ -21,7 +21,7 @@ def test_pieces_go_to_their_ranks_and_all_are_waited_for(monkeypatch: pytest.Mon
 
     def batch(calls: list[Any]) -> list[Any]:
         said = [(each.op.__name__, each.group_peer, each.tensor.numel()) for each in calls]
-        assert said == [("isend", 2, 24), ("irecv", 0, 4), ("irecv", 2, 16)]
+        assert said == [("isend", 9, 24), ("irecv", 5, 4), ("irecv", 9, 16)]
         return [SimpleNamespace(wait=lambda at=at: waited.append(at)) for at in range(len(calls))]
 
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, group, group_peer: SimpleNamespace(
@@ -30,7 +30,7 @@ def test_pieces_go_to_their_ranks_and_all_are_waited_for(monkeypatch: pytest.Mon
     outgoing = [torch.zeros(0), torch.zeros(9), torch.zeros(3).double()]
     incoming = [torch.zeros(1), torch.zeros(9), torch.zeros(2).double()]
     group: Any = None
-    assert exchange_pieces(PieceExchange(outgoing, incoming), GroupRank(1, 3), group) == 24
+    assert exchange_pieces(PieceExchange(outgoing, incoming), (5, 6, 9), GroupRank(1, 3), group) == 24
     assert waited == [0, 1, 2]
 
 

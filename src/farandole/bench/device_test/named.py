@@ -53,6 +53,7 @@ def _requests(world: World, device: torch.device) -> list[Request]:
         Request("mean of bf16", "allreduce", drawn.bfloat16(), reduction="average"),
         Request("scaled", "allreduce", drawn.half(), in_place=True, prescale=0.3, postscale=1.7),
         Request("largest", "allreduce", drawn.bfloat16(), reduction="max"),
+        Request("coded", "allreduce", drawn.clone(), reduction="average", codec="bf16"),  # which divides nothing
         Request("rows", "allgather", drawn[: _ROWS // (world.rank + 1)].clone()),
         Request("copy", "broadcast", drawn.clone(), root=world.size - 1),
         Request("part", "reducescatter", drawn.clone()),

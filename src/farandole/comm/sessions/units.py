@@ -95,7 +95,8 @@ class UnitStates:
         that must all have finite units, where those of the exchange have slices of a larger one: all of them then
         take part in as many rounds, see [Note: the same waits in the same order] in `transport.comm_thread`.
         """
-        finite = torch.tensor([self.begin(k, unit) and is_finite(unit)], dtype=torch.bool)
+        own = self.begin(k, unit) and is_finite(unit)
+        finite = torch.full((1,), own, dtype=torch.bool, device=unit.device)
         question = Message(finite, "all_gather")
         if bool((yield question if among is None else Within(among, question)).all()):
             if (yield from self.exchange(k, unit)):

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,10 @@ import torch.distributed as dist
 from ...core.step_model.comm_cost import ring_sent_bytes
 from ..collectives.backend import all_reduce
 from ..device.streams import Streams
-from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import Message, check
-from .comm_thread import Conversation, SegmentWork
-from .group_messages import exchange_by_group
-from .rank_group import RankGroup
+from ..messages.message import Message
+from .comm_thread import SegmentWork
+from .group_messages import drive, exchange_by_group
+from .rank_group import PieceExchange, RankGroup
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class StreamConductor:
             if prepare is not None:
                 prepare()
             for item in items:
-                item.finish(self._drive(item, work))
+                item.finish(drive(item, partial(self._carry, work)))
             complete()
         return work
 
@@ -107,26 +107,10 @@ class StreamConductor:
             for work in works:
                 work._done = done
 
-    def _drive(self, item: SegmentWork, work: StreamWork) -> Any:
-        stack: list[Conversation] = [item.begin()]
-        answer: torch.Tensor | None = None
-        while True:
-            try:
-                message = next(stack[-1]) if answer is None else stack[-1].send(answer)
-            except StopIteration as end:
-                stack.pop()
-                if not stack:
-                    return end.value
-                answer = end.value
-                continue
-            assert isinstance(message, Message), "on a device all ranks exchange, whole tensors"
-            check(message, item.circle.seat)
-            if message.operation == "all_reduce":  # rows are added in the order of ranks: the same bits everywhere
-                stack.append(reduce_scatter_all_gather(message.tensor, item.circle.seat))
-                answer = None
-                continue
-            answer = exchange_by_group(message, item.circle.seat, self._group_of(item.circle))
-            work.sent_bytes += _sent_bytes(message, item.circle.seat.size)
+    def _carry(self, work: StreamWork, message: Message | PieceExchange, circle: RankGroup) -> torch.Tensor:
+        assert isinstance(message, Message), "on a device all ranks exchange, whole tensors"
+        work.sent_bytes += _sent_bytes(message, circle.seat.size)
+        return exchange_by_group(message, circle.seat, self._group_of(circle))
 
 
 def _sent_bytes(message: Message, size: int) -> int:

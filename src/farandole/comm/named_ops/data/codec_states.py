@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 
+import torch
+
 from ....core.vocabulary.codec_spec import CodecSpec
 from ...codecs.registry import make_codec
 from ...messages.message import GroupRank
@@ -24,6 +26,8 @@ from ..operations.request import is_unnamed
 MOST_NAMES = 1024
 """Names with a state, per group of ranks."""
 _log = logging.getLogger("farandole")
+_Kind = tuple[str, tuple[int, ...], str]
+"""A codec, a shape and a place."""
 Circle = tuple[int, tuple[int, ...]]
 """A process set, and those of its ranks that take part."""
 
@@ -32,19 +36,23 @@ class StatesByName:
     """The states of all operations of this rank."""
 
     def __init__(self) -> None:
-        self._circles: dict[Circle, OrderedDict[str, tuple[str, tuple[int, ...], UnitStates]]] = {}
+        self._circles: dict[Circle, OrderedDict[str, tuple[_Kind, UnitStates]]] = {}
         self._warned = False
 
-    def of(self, operation: Operation, codec: str, group: GroupRank) -> UnitStates:
-        """Return what is kept for the operation's name; made anew when its codec or its shape is another."""
+    def of(self, operation: Operation, codec: str, group: GroupRank, device: torch.device) -> UnitStates:
+        """Return what is kept for the operation's name.
+
+        It is made anew when the codec, the shape or `device`, where tensors travel, is another.
+        """
         process_set, name = operation.signature.key
         shape = operation.signature.shape
         if is_unnamed(name):
             return UnitStates(make_codec(CodecSpec.parse(codec)), group)
         names = self._circles.setdefault((process_set, operation.present), OrderedDict())
         kept = names.get(name)
-        if kept is None or kept[:2] != (codec, shape):
-            kept = names[name] = (codec, shape, UnitStates(make_codec(CodecSpec.parse(codec)), group))
+        kind = codec, shape, str(device)
+        if kept is None or kept[0] != kind:
+            kept = names[name] = (kind, UnitStates(make_codec(CodecSpec.parse(codec)), group))
         names.move_to_end(name)
         if len(names) > MOST_NAMES:
             oldest, _ = names.popitem(last=False)
@@ -56,7 +64,7 @@ class StatesByName:
                     MOST_NAMES,
                     oldest,
                 )
-        return kept[2]
+        return kept[1]
 
     def forget(self, process_set: int) -> None:
         """Drop what is kept for a removed set."""

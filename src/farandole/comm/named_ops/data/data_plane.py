@@ -4,8 +4,8 @@ One thread, so that a long transfer holds up neither announcements nor small ope
 packed into one buffer, which travels in segments; everything else is one conversation an operation, several of
 which are on their way at once.
 
-Tensors on a device go by groups of its backend, where all ranks have one there. By codecs, by Adasum and while a
-rank has joined they are copied through CPU memory.
+Tensors on a device go by groups of its backend, where all ranks have one there, by most codecs too. By other
+codecs, by Adasum and while a rank has joined they are copied through CPU memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
-from ...codecs.registry import make_codec
+from ...codecs.registry import make_codec, runs_on_devices
 from ...device.streams import streams_of
 from ...sessions.segments import segment_elements
 from ...sessions.units import UnitStates
@@ -83,21 +83,17 @@ class DataPlane:
             return
         if self._conductor is None:
             self._conductor = CommThread(self._transport)
-        circle, codec = RankGroup(first.present, self._rank), first.signature.codec
+        codec = first.signature.codec
         if codec == AUTO:
             codec, choose = self._auto.next(first, self._groups(first, NONE))
             prepare = None if choose is None else partial(choose, self._transport)
             done = partial(self._auto.landed, first, done)
         groups = self._groups(first, codec)
+        circle = RankGroup(first.present, self._rank)
         batch = _Batch(operations, circle, groups, self._log, partial(self._ended, done))
-        if codec != NONE:
-            seat = circle.seat if groups is None else groups.across.seat
-            items = batch.coded_items(self._states.of(first, codec, seat))
-        elif first.signature.kind == "allreduce":
-            items = batch.sum_items()
-        else:
-            items = batch.move_items()
-        work = self._conductor.submit(items, prepare, batch.complete, failed=batch.failed, number=number)
+        work = self._conductor.submit(
+            self._items(batch, codec), prepare, batch.complete, failed=batch.failed, number=number
+        )
         _note_carrier(operations, work, codec)
 
     def _goes_by_group(self, operation: Operation) -> bool:
@@ -105,21 +101,28 @@ class DataPlane:
         signature, tensor = operation.signature, operation.tensor
         if self._devices is None or tensor is None or streams_of(tensor.device) is None:
             return False
-        is_exact = signature.is_exact and signature.reduction != "adasum"
-        return is_exact and not operation.absent and self._devices.of(operation.present) is not None
+        fits = signature.reduction != "adasum" and (signature.is_exact or _is_for_devices(signature.codec))
+        return fits and not operation.absent and self._devices.of(operation.present) is not None
 
     def _start_on_device(self, number: int, operations: Sequence[Operation], done: Done) -> None:
         assert self._devices is not None, "asked before"
         if self._on_device is None:
             self._on_device = GroupThread(self._devices)
-        circle = RankGroup(operations[0].present, self._rank)
-        batch = _Batch(operations, circle, None, self._log, partial(self._ended, done), on_device=self._on_device)
-        is_sum = operations[0].signature.kind == "allreduce"
-        items = batch.sum_items() if is_sum else batch.move_items()
+        codec, done = operations[0].signature.codec, partial(self._ended, done)
+        first, circle = operations[0], RankGroup(operations[0].present, self._rank)
+        groups = None if codec == NONE else self._groups(first, codec)
+        batch = _Batch(operations, circle, groups, self._log, done, on_device=self._on_device)
         for operation in operations:  # before it may end, and who waits looks
             operation.ticket.keep_result()
+        items = self._items(batch, codec)
         work = self._on_device.submit(items, None, batch.complete, failed=batch.failed, number=number)
-        _note_carrier(operations, work, NONE)
+        _note_carrier(operations, work, codec)
+
+    def _items(self, batch: _Batch, codec: str) -> list[SegmentWork]:
+        first = batch.operations[0]
+        if codec != NONE:
+            return batch.coded_items(self._states.of(first, codec, batch.group.seat, batch.home))
+        return batch.sum_items() if first.signature.kind == "allreduce" else batch.move_items()
 
     def _groups(self, operation: Operation, codec: str) -> HostGroups | None:
         """Return by whom an operation is reduced host by host; None where all ranks exchange with each other.
@@ -129,9 +132,7 @@ class DataPlane:
         signature = operation.signature
         if self._hosts is None or signature.kind != "allreduce" or signature.reduction == "adasum":
             return None
-        if codec != NONE and _takes_matrices(codec):
-            return None
-        if zeros_matter(operation):
+        if zeros_matter(operation) or (codec != NONE and _takes_matrices(codec)):
             return None
         return host_groups(operation.present, self._rank, self._hosts)
 
@@ -175,16 +176,14 @@ class _Batch:
         *,
         on_device: GroupThread | None = None,
     ) -> None:
-        self._operations = operations
+        self.operations = operations
         self._on_device = on_device
-        self._home = CPU if on_device is None else on_device.device
+        self.home = CPU if on_device is None else on_device.device
         """Where tensors are while they travel."""
         self._circle = circle
         self._groups = groups
-        self._seat = circle.seat
         self._log = log
         self._done = done
-        self._names = [operation.signature.name for operation in operations]
         self._results: list[Any] = [None] * len(operations)
         self._finish: Callable[[], None] = lambda: None
         self._flat: torch.Tensor | None = None
@@ -192,10 +191,15 @@ class _Batch:
         self._queued_seconds = time.monotonic()
         self._began_seconds = 0.0
 
+    @property
+    def group(self) -> RankGroup:
+        """The ranks that converse: all, or those with this rank's slice."""
+        return self._circle if self._groups is None else self._groups.across
+
     def complete(self) -> None:
         """All conversations have ended."""
         way = "TCP" if self._on_device is None else self._on_device.backend
-        self._activity(f"{way}_{self._operations[0].signature.kind.upper()}", self._began_seconds)
+        self._activity(f"{way}_{self.operations[0].signature.kind.upper()}", self._began_seconds)
         if self._on_device is None:
             self._finish()
         else:
@@ -218,17 +222,17 @@ class _Batch:
     def sum_items(self) -> list[SegmentWork]:
         """Return the segments of an allreduce. Adasum needs each tensor whole: one item for each."""
         self._finish = self._unpack
-        counts = [_count(operation) for operation in self._operations]
-        if self._operations[0].signature.reduction == "adasum":
+        counts = [_count(operation) for operation in self.operations]
+        if self.operations[0].signature.reduction == "adasum":
             bounds, begin = [], 0
             for count in counts:
                 bounds.append((begin, begin + count))
                 begin += count
         else:
             total = sum(counts)
-            assert self._operations[0].tensor is not None, "checked at submission"
+            assert self.operations[0].tensor is not None, "checked at submission"
             piece_bytes = PIECE_BYTES if self._on_device is None else DEVICE_PIECE_BYTES
-            fits = piece_bytes // self._operations[0].tensor.element_size() * self._seat.size
+            fits = piece_bytes // self.operations[0].tensor.element_size() * self._circle.seat.size
             step = max(1, fits, -(-total // ITEM_TAGS))
             bounds = [(begin, min(begin + step, total)) for begin in range(0, total, step)]
         return [self._item(partial(self._sum, begin, end)) for begin, end in bounds if begin < end]
@@ -236,35 +240,35 @@ class _Batch:
     def _sum(self, begin: int, end: int) -> Conversation:
         flat, out = (whole[begin:end] for whole in self._pack())
         if self._groups is None:
-            yield from collectives.reduce_everywhere(flat, out, self._operations[0], self._seat)
+            yield from collectives.reduce_everywhere(flat, out, self.operations[0], self._circle.seat)
         else:
-            yield from collectives.reduce_by_host(flat, out, self._operations[0], self._groups)
+            yield from collectives.reduce_by_host(flat, out, self.operations[0], self._groups)
 
     def _pack(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what goes in, and where the result goes to; made when the first segment begins."""
         if self._flat is None or self._out is None:
             self._begin()
             packing_seconds = time.monotonic()
-            if len(self._operations) == 1:
-                operation = self._operations[0]
+            if len(self.operations) == 1:
+                operation = self.operations[0]
                 self._flat = self._input(operation).reshape(-1)
                 in_place = operation.request.in_place and self._is_home(operation)
                 self._out = operation.tensor.view(-1) if in_place else torch.empty_like(self._flat)  # type: ignore[union-attr]
             else:
                 self._flat = self._out = torch.cat(
-                    [self._input(operation).reshape(-1) for operation in self._operations]
+                    [self._input(operation).reshape(-1) for operation in self.operations]
                 )
                 self._activity("MEMCPY_IN_FUSION_BUFFER", packing_seconds)
         return self._flat, self._out
 
     def _unpack(self) -> None:
         _, out = self._pack()
-        if len(self._operations) == 1:
-            self._results[0] = self._deliver(self._operations[0], out)
+        if len(self.operations) == 1:
+            self._results[0] = self._deliver(self.operations[0], out)
             return
         begin_seconds = time.monotonic()
-        parts = out.split([_count(operation) for operation in self._operations])
-        for index, (operation, part) in enumerate(zip(self._operations, parts, strict=True)):
+        parts = out.split([_count(operation) for operation in self.operations])
+        for index, (operation, part) in enumerate(zip(self.operations, parts, strict=True)):
             # A copy: a result that shared the buffer would keep all of it alive.
             self._results[index] = self._deliver(operation, part if operation.request.in_place else part.clone())
         self._activity("MEMCPY_OUT_FUSION_BUFFER", begin_seconds)
@@ -284,10 +288,10 @@ class _Batch:
     def coded_items(self, states: UnitStates) -> list[SegmentWork]:
         """Return the segments of an allreduce by a codec; the whole matrix, when the codec wants that."""
         self._finish = self._take_decoded
-        total = _count(self._operations[0])
+        total = _count(self.operations[0])
         step = max(1, total)
-        if states.codec.granularity == "segment":
-            step = segment_elements(total, self._seat.size, ITEM_TAGS)
+        if states.codec.granularity == "segment" and self._on_device is None:
+            step = segment_elements(total, self._circle.seat.size, ITEM_TAGS)
         starts = range(0, total, step)
         return [
             self._item(partial(self._encode, begin, min(begin + step, total), states, index))
@@ -297,9 +301,9 @@ class _Batch:
     def _encode(self, begin: int, end: int, states: UnitStates, index: int) -> Conversation:
         if self._flat is None or self._out is None:
             self._begin()
-            self._flat = input_of(self._operations[0]).reshape(-1).float()
+            self._flat = self._input(self.operations[0]).reshape(-1).float()
             self._out = torch.empty_like(self._flat)
-        flat, out, operation = self._flat[begin:end], self._out[begin:end], self._operations[0]
+        flat, out, operation = self._flat[begin:end], self._out[begin:end], self.operations[0]
         if self._groups is None:
             yield from collectives.encode(flat, out, states, index, operation)
         else:
@@ -308,9 +312,9 @@ class _Batch:
             )
 
     def _take_decoded(self) -> None:
-        operation = self._operations[0]
+        operation = self.operations[0]
         assert operation.tensor is not None, "checked at submission"
-        out = torch.empty(0, dtype=torch.float32) if self._out is None else self._out
+        out = torch.empty(0, dtype=torch.float32, device=self.home) if self._out is None else self._out
         self._results[0] = self._deliver(operation, out.to(operation.tensor.dtype))
 
     # -- everything else ---------------------------------------------------------------------------
@@ -319,7 +323,7 @@ class _Batch:
         """Return one conversation for each operation."""
         return [
             self._item(partial(self._move, operation), partial(self._take_moved, index))
-            for index, operation in enumerate(self._operations)
+            for index, operation in enumerate(self.operations)
         ]
 
     def _move(self, operation: Operation) -> Conversation:
@@ -328,18 +332,18 @@ class _Batch:
         if kind == "broadcast":
             flat = tensor.reshape(-1)
             root = operation.present.index(operation.signature.root)
-            yield from collectives.spread(flat, root, self._seat)
+            yield from collectives.spread(flat, root, self._circle.seat)
             return flat
         move = {
             "allgather": collectives.gather,
             "alltoall": collectives.swap,
             "reducescatter": collectives.reduce_and_scatter,
         }[kind]
-        moved = yield from move(tensor, operation, self._seat)
+        moved = yield from move(tensor, operation, self._circle.seat)
         return moved
 
     def _take_moved(self, index: int, moved: Any) -> None:
-        operation = self._operations[index]
+        operation = self.operations[index]
         tensor = operation.tensor
         assert tensor is not None, "checked at submission"
         if operation.signature.kind == "broadcast":
@@ -355,15 +359,15 @@ class _Batch:
         """Return an operation's tensor where tensors travel; on a device behind what made it."""
         if self._on_device is not None and operation.ready_event is not None:
             self._on_device.streams.wait(operation.ready_event)
-        return input_of(operation, self._home)
+        return input_of(operation, self.home)
 
     def _is_home(self, operation: Operation) -> bool:
-        return operation.tensor is not None and operation.tensor.device == self._home
+        return operation.tensor is not None and operation.tensor.device == self.home
 
     def _item(
         self, begin: Callable[[], Conversation], finish: Callable[[Any], None] = lambda result: None
     ) -> SegmentWork:
-        return SegmentWork(begin, finish, self._circle if self._groups is None else self._groups.across)
+        return SegmentWork(begin, finish, self.group)
 
     def _begin(self) -> None:
         if not self._began_seconds:
@@ -371,13 +375,19 @@ class _Batch:
             self._activity("QUEUE", self._queued_seconds)
 
     def _activity(self, activity: str, begin_seconds: float) -> None:
-        self._log(self._names, activity, begin_seconds, time.monotonic())
+        self._log([each.signature.name for each in self.operations], activity, begin_seconds, time.monotonic())
 
 
 def _note_carrier(operations: Sequence[Operation], work: BucketWork, codec: str) -> None:
     nbytes = [operation.signature.nbytes for operation in operations]
     for operation, own in zip(operations, nbytes, strict=True):
         operation.ticket.carried_by(work, own / (sum(nbytes) or 1), codec)
+
+
+@cache
+def _is_for_devices(codec: str) -> bool:
+    """Return whether tensors stay on the device; products of matrices differ from one device to another."""
+    return runs_on_devices(CodecSpec.parse(codec)) and not _takes_matrices(codec)
 
 
 @cache

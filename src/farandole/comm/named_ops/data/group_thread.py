@@ -11,8 +11,10 @@ stream; and as its memory was taken on the stream of this thread, who waits for 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,10 +25,10 @@ from ...collectives.backend import all_reduce
 from ...device.accelerator import set_device
 from ...device.streams import streams_of
 from ...messages.element_bytes import bytes_of
-from ...messages.message import GroupRank, Message, check, received_shape
-from ...transport.comm_thread import BucketWork, CommThread, SegmentWork
-from ...transport.group_messages import exchange_by_group
-from ...transport.rank_group import PieceExchange
+from ...messages.message import GroupRank, Message, received_shape
+from ...transport.comm_thread import BucketWork, CommThread
+from ...transport.group_messages import drive, exchange_by_group
+from ...transport.rank_group import PieceExchange, RankGroup
 from ...world.world import World
 
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 20e-6, 1e-3
@@ -65,6 +67,13 @@ class DeviceGroups:
         group = self._by_ranks[ranks] = self._world.new_group(ranks=ranks)
         if group is not None:  # connections are made by the first collective, in which all must take part
             all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of all ranks, whose numbers in it are those of the world."""
+        group = self._by_ranks[tuple(range(self._world.size))]
+        assert group is not None, "this rank is one of them"
+        return group
 
     def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         """Return the group of `ranks`; None where there is none."""
@@ -109,33 +118,25 @@ class GroupThread(CommThread):
         job.begin_seconds = time.monotonic()
         with self.streams.on(self.streams.operations):
             for item in job.items:
-                item.finish(self._drive(item, job))
+                item.finish(drive(item, partial(self._carry, job, count(1))))
         if job.complete is not None:
             job.complete()
         job.end_seconds = time.monotonic()
 
-    def _drive(self, item: SegmentWork, job: BucketWork) -> Any:
-        conversation, seat = item.begin(), item.circle.seat
-        group = self._groups.of(item.circle.ranks)
-        assert group is not None, "made with its process set"
-        answer: torch.Tensor | None = None
-        rounds = 0
-        while True:
-            try:
-                message = next(conversation) if answer is None else conversation.send(answer)
-            except StopIteration as end:
-                job.rounds = max(job.rounds, rounds)
-                return end.value
-            rounds += 1
-            if isinstance(message, PieceExchange):
-                job.sent_bytes += exchange_pieces(message, seat, group)
-                answer = torch.empty(0, dtype=torch.uint8)
-                continue
-            assert isinstance(message, Message), "by groups all ranks exchange"
-            check(message, seat)
-            answer = exchange_bytes(message, seat, group)
-            passes = 1 if message.operation == "all_to_all" else seat.size
-            job.sent_bytes += ring_sent_bytes(message.tensor.nbytes * passes, seat.size, passes=1)
+    def _carry(
+        self, job: BucketWork, rounds: Iterator[int], message: Message | PieceExchange, circle: RankGroup
+    ) -> torch.Tensor:
+        job.rounds = max(job.rounds, next(rounds))
+        seat, group = circle.seat, self._groups.of(circle.ranks)
+        if isinstance(message, PieceExchange):
+            assert group is not None, "made with its process set"
+            job.sent_bytes += exchange_pieces(message, range(seat.size), seat, group)
+            return torch.empty(0, dtype=torch.uint8)
+        passes = 1 if message.operation == "all_to_all" else seat.size
+        job.sent_bytes += ring_sent_bytes(message.tensor.nbytes * passes, seat.size, passes=1)
+        if group is None:  # ranks of one host, or one of each
+            return exchange_among(message, circle, self._groups.everyone)
+        return exchange_bytes(message, seat, group)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:
@@ -153,17 +154,32 @@ def exchange_bytes(message: Message, seat: GroupRank, group: dist.ProcessGroup) 
     return received.view(-1).view(tensor.dtype).view(shape)
 
 
-def exchange_pieces(pieces: PieceExchange, seat: GroupRank, group: dist.ProcessGroup) -> int:
-    """Exchange pieces of any length and type; return how many bytes this rank sends."""
+def exchange_among(message: Message, circle: RankGroup, everyone: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange a message among ranks that have no group of their own: by sends and receives in that of all."""
+    tensor, seat = message.tensor.contiguous(), circle.seat
+    received = tensor.new_empty(received_shape(message, seat))
+    outgoing = list(tensor) if message.operation == "all_to_all" else [tensor] * seat.size
+    received[seat.rank].copy_(outgoing[seat.rank])
+    exchange_pieces(PieceExchange(outgoing, list(received)), circle.ranks, seat, everyone)
+    return received
+
+
+def exchange_pieces(
+    pieces: PieceExchange, numbers: Sequence[int], seat: GroupRank, group: dist.ProcessGroup
+) -> int:
+    """Exchange pieces of any length and type; return how many bytes this rank sends.
+
+    `numbers`: those of the ranks in `group`.
+    """
     calls, sent_bytes = [], 0
     for step in range(1, seat.size):
         target, source = (seat.rank + step) % seat.size, (seat.rank - step) % seat.size
         out, into = pieces.outgoing[target], pieces.incoming[source]
         if out.numel():
-            calls.append(dist.P2POp(dist.isend, bytes_of(out), group=group, group_peer=target))
+            calls.append(dist.P2POp(dist.isend, bytes_of(out), group=group, group_peer=numbers[target]))
             sent_bytes += out.nbytes
         if into.numel():
-            calls.append(dist.P2POp(dist.irecv, bytes_of(into), group=group, group_peer=source))
+            calls.append(dist.P2POp(dist.irecv, bytes_of(into), group=group, group_peer=numbers[source]))
     works: Sequence[Any] = dist.batch_isend_irecv(calls) if calls else ()
     for work in works:
         work.wait()
