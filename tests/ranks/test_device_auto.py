@@ -13,9 +13,11 @@ from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.step_model.link import LinkModel
 from farandole.parallel.apply import reducer_of
+from farandole.parallel.exchange_state import residual_layout
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.ranks.test_device_engine import WIDTH, Net, simulated, state_of
+from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 from tests.simulated_device import OUTSIDE, SimulatedDevice
 
 SLOW, FAST = LinkModel(1e4, 1e-4), LinkModel(1e12, 1e-7)
@@ -76,6 +78,28 @@ def test_a_slow_link_gets_a_codec_after_three_steps(monkeypatch: pytest.MonkeyPa
     assert len(measured) == 1
     assert 0 < measured[0].latency_seconds < 1
     assert measured[0].bytes_per_second > 1e5
+
+
+@ranks(4, **TWO_HOSTS)
+def test_between_hosts_of_several_ranks_slices_are_measured_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_two_hosts()
+    fd.init()
+    measured = believe(SLOW, monkeypatch)
+    with simulated() as device:
+        model, _ = train(fd.Plan(codec="auto", lossy=True, staging="never"), device)
+        assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
+        reducer, tuner = reducer_of(model), tuner_of(model)
+        assert reducer is not None
+        assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
+        (profile,) = tuner._profiles.values()
+        assert (profile.ranks, profile.shards) == (2, 2)
+        assert profile.intra_host_round_seconds > 0
+        assert profile.intra_host_seconds_per_byte >= 0
+        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        assert coded
+        assert all(each.gradients.shared is not None for each in coded)
+        assert residual_layout(model).startswith("slices of elements, auto, hosts 2 x 2")
+    assert len(measured) == 1
 
 
 @ranks(2)

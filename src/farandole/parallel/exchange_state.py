@@ -19,7 +19,7 @@ from ..comm.reducer.accelerators import device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world
-from ..core.vocabulary.codec_spec import AUTO, NONE
+from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import MOST_ZERO
@@ -76,8 +76,8 @@ def residual_layout(model: nn.Module) -> str:
     if plan.route == "flat":
         return f"{kind}, flat"
     switches = plan.switch_of or plan.ranks_per_switch
-    # See `comm.routes.route`: on accelerators codecs go by slices of hosts, but for "auto".
-    is_sliced = plan.codec != AUTO and has_streams(device_of(list(model.parameters())))
+    # See `comm.routes.device_route`: on accelerators codecs go by slices of hosts.
+    is_sliced = has_streams(device_of(list(model.parameters())))
     return ("slices of " if is_sliced else "") + (
         f"{kind}, {plan.route}, hosts {here.node_count} x {here.local_size}, buckets {plan.first_bucket_bytes} "
         f"{plan.bucket_bytes}, switches {switches}"

@@ -26,7 +26,7 @@ def measures(seconds: list[float], ranks: int = 4, parameters: int = 3) -> Devic
     streams = SimpleNamespace(mark=lambda: float(next(marks)), seconds_between=lambda begin, end: end - begin)
     conductor = SimpleNamespace(streams=streams, seconds_of=seconds_of)
     everyone = SimpleNamespace(seat=GroupRank(0, ranks))
-    route: Any = SimpleNamespace(on_device=conductor, everyone=everyone)
+    route: Any = SimpleNamespace(on_device=conductor, slices=(everyone, None), on_hosts=None)
     world: Any = None
     return DeviceMeasures(world, route, [torch.zeros(2)] * parameters, left_out=("powersgd",))
 

@@ -6,7 +6,7 @@ It waits once, between two steps, when all ranks choose: for the marks, and for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .autotuner import PROFILED_STEPS, Autotuner
 from .choice import CodecChoice
-from .probe import measure_codecs
+from .probe import measure_codecs, probe_intra_host
 from .probe_request import ProbeRequest
 from .profile import Parameters, PassTimings, gather_profiles, local_times
 
@@ -53,7 +53,8 @@ class DeviceMeasures:
     ) -> None:
         """`left_out`: candidates that these devices cannot have."""
         assert route.on_device is not None, "its gradients are on a device"
-        self._world, self._everyone, self._left_out = world, route.everyone, left_out
+        self._world, self._left_out = world, left_out
+        self._circle, self._hosts = route.slices[0], route.on_hosts
         self._conductor: StreamConductor = route.on_device
         self._device, self._parameters = parameters[0].device, len(parameters)
         self._now = _Marks()
@@ -107,13 +108,13 @@ class DeviceMeasures:
     # -- between two steps ---------------------------------------------------------------------
 
     def link(self, gradient_bytes: int) -> LinkModel:
-        """Return what the backend gives each rank while all exchange, the same on all; called by all at once."""
-        size = self._everyone.seat.size
+        """Return what each rank gets while all exchange, the same on all; called by all at once."""
+        size = self._circle.seat.size
         length = max(1, min(_LARGEST_BYTES, gradient_bytes) // size)
         small, large = (torch.zeros(size, each, dtype=torch.uint8, device=self._device) for each in (8, length))
         moved = length * (size - 1)
         waits, times = (
-            [self._conductor.seconds_of(Message(rows, "all_to_all"), self._everyone) for _ in range(_ROUNDS)][1:]
+            [self._conductor.seconds_of(Message(rows, "all_to_all"), self._circle) for _ in range(_ROUNDS)][1:]
             for rows in (small, large)
         )
         # The best of some: what lengthens one is a rank that began late.
@@ -121,6 +122,15 @@ class DeviceMeasures:
         everyone = all_gather_json(self._world, "measuring the link of devices", mine)
         wait_seconds, byte_seconds = (max(each) for each in zip(*everyone, strict=True))
         return LinkModel(1 / byte_seconds, wait_seconds, pair_seconds=wait_seconds)
+
+    def inside(self) -> tuple[float, float]:
+        """Return what adding up among the ranks of a host takes: see `probe_intra_host`; called by all at once."""
+        return (0.0, 0.0) if self._hosts is None else probe_intra_host(self._hosts.inside, self._seconds_of)
+
+    def _seconds_of(self, work: Callable[[], object]) -> float:
+        begin = self._mark()
+        work()
+        return self._conductor.streams.seconds_between(begin, self._mark())
 
     def speeds(self, names: tuple[str, ...], size: int) -> dict[str, CodecSpeed]:
         """Return what codecs cost this device, without those that it cannot have."""
@@ -162,6 +172,6 @@ class DeviceAutotuner(Autotuner):
     def _gather_profiles(self) -> dict[str, StepProfile]:
         seen = self._measures.passes()[-PROFILED_STEPS:] or self._passes[1:]
         return gather_profiles(
-            self._world, self._plan, self._routes, self._parameters, local_times(seen, (0.0, 0.0)),
+            self._world, self._plan, self._routes, self._parameters, local_times(seen, self._measures.inside()),
             measure=self._measures.speeds, takes_from_backward=True,
         )  # fmt: skip

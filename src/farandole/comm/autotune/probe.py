@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,8 +14,9 @@ from ...core.step_model.prediction import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..codecs.registry import make_codec
 from ..device.streams import streams_of
-from ..host_memory.shared_tensor import SharedMemory
-from ..host_memory.switch_tensor import SwitchGroup
+from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
+from ..host_memory.shared_tensor import SharedMemory, SharedTensor
+from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
 from ..messages.message import GroupRank, Message
 from ..messages.simulator import as_encoding, simulate
 from ..transport.rank_group import RankGroup
@@ -90,23 +91,33 @@ def largest_of_all(
     return largest
 
 
-def probe_intra_host(memory: SharedMemory | SwitchGroup) -> tuple[float, float]:
+def host_seconds(work: Callable[[], object]) -> float:
+    """Return how long the host takes for `work`."""
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def probe_intra_host(
+    memory: SharedMemory | SwitchGroup | DeviceSlices,
+    seconds_of: Callable[[Callable[[], object]], float] = host_seconds,
+) -> tuple[float, float]:
     """Return what adding up inside a host, or behind a switch, takes: seconds a byte, and of next to nothing.
 
-    Called by all ranks of the job at once; the numbers are this rank's.
+    Called by all ranks of the job at once; the numbers are this rank's. `seconds_of`: what times it.
     """
+    elements = _DEVICE_ELEMENTS if isinstance(memory, DeviceSlices) else _INTRA_HOST_ELEMENTS
     found = []
-    for elements in (1024, _INTRA_HOST_ELEMENTS):
-        tensor = memory.allocate(elements, torch.float32)
-        times = []
-        for _ in range(_ROUNDS):
-            began = time.perf_counter()
+    for count in (1024, elements):
+        tensor = memory.allocate(count + -count % memory.local_size, torch.float32)
+
+        def add_up(tensor: SharedTensor | SwitchTensor | DeviceSliceTensor = tensor) -> None:
             tensor.reduce_scatter()
             tensor.all_gather()
-            times.append(time.perf_counter() - began)
-        found.append(min(times))
+
+        found.append(min(seconds_of(add_up) for _ in range(_ROUNDS)))
     small, large = found
-    return max(0.0, large - small) / (4 * _INTRA_HOST_ELEMENTS), small
+    return max(0.0, large - small) / (4 * elements), small
 
 
 def choose_connection_count(

@@ -77,7 +77,7 @@ def gather_profiles(
     if takes_from_backward is None:
         takes_from_backward = len(os.sched_getaffinity(0)) <= torch.get_num_threads()
     names = CANDIDATES if plan.lossy else CANDIDATES[:1]
-    circles = {name: each.everyone if each.memory is None else each.across for name, each in routes.items()}
+    circles = {name: each.slices[0] if each.memory is None else each.across for name, each in routes.items()}
     speeds = {route: _speeds(names, circle.seat.size, measure) for route, circle in circles.items()}
     local = {
         "forward": times.forward,

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
@@ -107,10 +106,9 @@ def connect_device(
 def _hosts(world: World, plan: Plan, device: torch.device) -> SlicesByHost | None:
     """Return which ranks exchange slices by codecs on accelerators; None: all exchange whole buckets.
 
-    To be called by all ranks. Codec "auto" measures the exchange of all ranks, and stays with it. Where the
-    backend does not add up inside a host, nothing else does.
+    To be called by all ranks. Where the backend does not add up inside a host, nothing else does.
     """
-    if plan.route not in ("auto", "hierarchical") or plan.codec == AUTO:
+    if plan.route not in ("auto", "hierarchical"):
         return None
     nodes = all_gather_json(world, "hosts of accelerators", world.node_rank)
     local_size = nodes.count(nodes[0])
