@@ -52,7 +52,19 @@ def _train(codec: str) -> None:
 def _job(source: Path, codec: str) -> float:
     """Return the seconds of a step by the code in `source`."""
     environment = {**os.environ, "PYTHONPATH": str(source / "src")}
-    command = [sys.executable, "-m", "farandole", "run", "-np", "2", "--", sys.executable, str(_HERE), "--rank", codec]
+    command = [
+        sys.executable,
+        "-m",
+        "farandole",
+        "run",
+        "-np",
+        "2",
+        "--",
+        sys.executable,
+        str(_HERE),
+        "--rank",
+        codec,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     found = [float(line.split("STEP ")[1]) for line in done.stdout.splitlines() if "STEP " in line]
     assert len(found) == 2, done.stdout + done.stderr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -18,6 +18,7 @@ from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.device_exchanges import DeviceExchanges
+from farandole.comm.sessions.units import UnitStates
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import plan_of, reducer_of
 from farandole.parallel.exchange_state import residual_layout
@@ -257,6 +258,24 @@ def test_gradients_that_are_not_finite_are_named(device_is_used: bool) -> None:
             loss = loss + torch.inf * first_weight(model).square()
         with pytest.raises(fd.CommError, match=r"gradients of branch\.weight hold NaN or infinity on rank 1"):
             loss.backward()
+
+
+@ranks(2)
+def test_a_full_device_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = fd.init()
+    with simulated():
+        model, optimizer = distributed(fd.Plan(codec="int8", route="flat"))
+        with monkeypatch.context() as patched:
+            if world.rank == 1:
+
+                def full(*_: Any, **__: Any) -> NoReturn:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB.\nGPU 0 has ...")
+
+                patched.setattr(UnitStates, "begin", full)
+            text = r"rank 1 has no room for the buckets .*: CUDA out of memory\. Tried to allocate 25\.00 MiB"
+            with pytest.raises(fd.CommError, match=text):
+                model(torch.ones(4, WIDTH), branch=True).sum().backward()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("codec", ["int8", "none"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -194,3 +196,25 @@ def test_a_rank_that_leaves_is_named() -> None:
             return
         with pytest.raises(fd.PeerLost, match=r"rank 1 .*is gone"):
             model(torch.ones(4, WIDTH), branch=True).sum().backward()
+
+
+@ranks(2)
+def test_worlds_come_and_go_and_leave_nothing() -> None:
+    """As in an elastic job: what is kept goes on in the next world, and no thread and no connection stays."""
+    plan = fd.Plan(codec="int8", **SMALL, staging="always")
+    fd.init()
+    with simulated():
+        expected = state_of(train(plan, steps=4, bad_step=None, all_coded=True))
+        threads, descriptors = threading.active_count(), list[int]()
+        for _ in range(3):
+            fd.shutdown()
+            fd.init()
+            found = state_of(train(plan, steps=4, bad_step=None, all_coded=True))
+            descriptors.append(len([*Path("/proc/self/fd").iterdir()]))
+            for ours, theirs in zip(found, expected, strict=True):
+                assert torch.equal(ours, theirs)
+        assert threading.active_count() <= threads
+        assert len(set(descriptors)) == 1, descriptors
+        fd.shutdown()
+        gone = "farandole-conductor"
+        assert not [each for each in threading.enumerate() if each.name == gone and each.is_alive()]

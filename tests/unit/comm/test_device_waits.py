@@ -135,7 +135,7 @@ def _on_meta(codec: str, members: int, patch: pytest.MonkeyPatch) -> Generator[_
     try:
         route = Route(
             "flat", "", cast("Any", None), RankGroup((0, 1), 0), RankGroup((0,), 0),
-            on_device=StreamConductor(streams, cast("Any", None)),
+            on_device=StreamConductor(streams, cast("Any", object())),
         )  # fmt: skip
         parameters = [nn.Parameter(torch.empty(256, 256, device=META)) for _ in range(members)]
         layouts, numbers = [layout_of(parameter) for parameter in parameters], list(range(members))

@@ -34,7 +34,7 @@ class LockStepConductor(StreamConductor):
     """Drives the buckets of `size` pretend ranks together, when the last of them is submitted."""
 
     def __init__(self, streams: Streams, size: int) -> None:
-        super().__init__(streams, _NO_GROUP)
+        super().__init__(streams, None)
         self._size = size
         self._submitted: list[tuple[Sequence[SegmentWork], Callable[[], None], StreamWork, Any]] = []
 

@@ -167,8 +167,7 @@ class BucketSet:
         planned = plan_buckets(infos, first_bytes=first_bytes, limit_bytes=self._limit_bytes)
         if self._shards is not None:
             self._shards.prepare(planned, self.table, route)
-        made = [self._make([info.index for info in together], together[0], route) for together in planned]
-        self._take([*self.buckets, *made])
+        self._take([*self.buckets, *self._make_all(planned, route)])
         self._order += order
         return new
 
@@ -203,10 +202,8 @@ class BucketSet:
         }
         sparse = {index for bucket in self.buckets if bucket.is_sparse for index in bucket.members}
         infos = [self._info(index, index in sparse) for index in self._order]
-        buckets: list[Bucket] = []
-        for together in plan_buckets(infos, first_bytes=self._first_bytes, limit_bytes=self._limit_bytes):
-            members = [info.index for info in together]
-            buckets.append(kept.get(tuple(members)) or self._make(members, together[0], route))
+        planned = plan_buckets(infos, first_bytes=self._first_bytes, limit_bytes=self._limit_bytes)
+        buckets = self._make_all(planned, route, kept)
         for bucket in self.buckets:
             if bucket.coded is not None and bucket not in buckets:
                 for index, unsent in zip(bucket.members, bucket.coded.unsent(), strict=False):
@@ -219,6 +216,34 @@ class BucketSet:
             for index in bucket.members:
                 self.bucket_of[index] = bucket
         self.unassigned = [index for index in self.unassigned if self.bucket_of[index] is None]
+
+    def _make_all(
+        self,
+        planned: Sequence[list[ParamInfo]],
+        route: Route,
+        kept: Mapping[tuple[int, ...], Bucket] | None = None,
+    ) -> list[Bucket]:
+        """Make what is planned, but for those in `kept`; raise on all ranks where a device has no room for it."""
+        found: list[Bucket] = []
+        full = ""
+        try:
+            for together in planned:
+                members = tuple(info.index for info in together)
+                found.append((kept or {}).get(members) or self._make(list(members), together[0], route))
+        except torch.OutOfMemoryError as problem:
+            if route.on_device is None:
+                raise
+            full, found = str(problem).splitlines()[0], []
+        if route.on_device is not None:
+            for rank, text in enumerate(all_gather_json(self._world, "memory of buckets", full)):
+                if text:
+                    raise CommError(
+                        f"rank {rank} has no room for the buckets of gradients, and what codecs keep: {text}",
+                        rank=self._world.job_rank,
+                        operation="making buckets",
+                        remedy='smaller batches, codec "none", which keeps nothing, or zero = 3',
+                    )
+        return found
 
     def _make(self, members: list[int], like: ParamInfo, route: Route) -> Bucket:
         parameters = [self.table.parameters[index] for index in members]

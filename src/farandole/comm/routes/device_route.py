@@ -81,7 +81,7 @@ def connect_device(
                 remedy='leave staging out, use codec "none", or one GPU a rank, whose backend is NCCL',
             )
         return DeviceRoute(by_backend, hosts, ", ".join(reasons))
-    staged = StagedConductor(streams, group, connect(streams), device=device, everyone=everyone)
+    staged = StagedConductor(streams, connect(streams), device=device, everyone=everyone)
     if plan.staging == "auto" and not problem:
         try:
             seconds = _seconds_of_both(world, device, circle, by_backend, staged)

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ...core.vocabulary.errors import Stalled
 from ..device.accelerator import set_device
@@ -105,14 +104,13 @@ class StagedConductor(StreamConductor):
     def __init__(
         self,
         streams: Streams,
-        group: dist.ProcessGroup,
         transport: StagedTransport,
         *,
         device: torch.device,
         everyone: RankGroup,
     ) -> None:
-        """`group`: of all ranks. `transport`: the thread's from now on."""
-        super().__init__(streams, group)
+        """`transport`: the thread's from now on. `everyone`: all ranks."""
+        super().__init__(streams, None)
         self._everyone = everyone
         self._thread = _SideThread(transport, streams, device)
 
@@ -128,7 +126,7 @@ class StagedConductor(StreamConductor):
             with self.streams.on(self.streams.side), torch.no_grad():
                 self.streams.wait(ready)
                 prepare()
-        job = self._thread.submit([self._behind(ready, item) for item in items])
+        job = self._thread.submit([_behind(self.streams, ready, item) for item in items])
         return StagedWork(self.streams, job=job, complete=complete)
 
     def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
@@ -147,14 +145,15 @@ class StagedConductor(StreamConductor):
         """End the thread and close its connections."""
         self._thread.close()
 
-    def _behind(self, ready: object, item: SegmentWork) -> SegmentWork:
-        """Return `item` so that it begins behind an event."""
 
-        def begin() -> Conversation:
-            self.streams.wait(ready)
-            return item.begin()
+def _behind(streams: Streams, ready: object, item: SegmentWork) -> SegmentWork:
+    """Return `item` so that it begins behind an event. It lives as long as its bucket: it knows no connection."""
 
-        return SegmentWork(begin, item.finish, item.circle)
+    def begin() -> Conversation:
+        streams.wait(ready)
+        return item.begin()
+
+    return SegmentWork(begin, item.finish, item.circle)
 
 
 def _sum(tensor: torch.Tensor) -> Reduction:

@@ -48,10 +48,10 @@ class StreamConductor:
     def __init__(
         self,
         streams: Streams,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         parts: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
     ) -> None:
-        """`group`: of all ranks. `parts`: other groups that items may be of, by their ranks."""
+        """`group`: of all ranks; None: messages go another way. `parts`: other groups of items, by their ranks."""
         self.streams, self._group, self._parts = streams, group, parts or {}
 
     def submit(
@@ -77,7 +77,7 @@ class StreamConductor:
         """Sum `tensor` over the ranks, in place, in its turn among what is submitted."""
         work = StreamWork(self.streams)
         with self._on_side([self.streams.record()], [work]):
-            all_reduce(tensor, self._group)
+            all_reduce(tensor, self._group_of(None))
         return work
 
     def close(self) -> None:
@@ -93,8 +93,10 @@ class StreamConductor:
         work.wait()  # the message may be let go
         return self.streams.seconds_between(begin, end)
 
-    def _group_of(self, circle: RankGroup) -> dist.ProcessGroup:
-        return self._parts.get(circle.ranks, self._group)
+    def _group_of(self, circle: RankGroup | None) -> dist.ProcessGroup:
+        found = self._group if circle is None else self._parts.get(circle.ranks, self._group)
+        assert found is not None, "who has none sends otherwise"
+        return found
 
     @contextmanager
     def _on_side(self, ready: Sequence[Any], works: Sequence[StreamWork]) -> Generator[None, None, None]:
