@@ -23,7 +23,8 @@ def sum_into(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> N
         total = rows[0].float()
         for row in rows[1:]:
             total += row.float()  # torch adds no float8 to a float32
-        out.copy_(total.div_(divisor))
+        divide(total, divisor)
+        out.copy_(total)
         return
     torch.add(rows[0], rows[1], out=out)
     for row in rows[2:]:
@@ -33,6 +34,10 @@ def sum_into(out: torch.Tensor, rows: Sequence[torch.Tensor], divisor: int) -> N
 
 
 def divide(total: torch.Tensor, divisor: int) -> None:
-    """Make a sum a mean; see `sum_into`."""
-    whole = not (total.dtype.is_floating_point or total.dtype.is_complex)
-    total.div_(divisor, rounding_mode="trunc" if whole else None)
+    """Make a sum a mean, with the CPU's bits; see `sum_into`."""
+    if not (total.dtype.is_floating_point or total.dtype.is_complex):
+        total.div_(divisor, rounding_mode="trunc")
+    elif total.is_cpu:
+        total.div_(divisor)
+    else:  # by a number CUDA multiplies by its reciprocal, which is not its quotient in the last bit
+        total.div_(torch.full((), divisor, dtype=total.dtype, device=total.device))

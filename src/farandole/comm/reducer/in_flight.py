@@ -21,6 +21,7 @@ from ..buckets.bucket import Bucket, Waitable
 from ..buckets.bucket_set import BucketSet
 from ..collectives.backend import start_all_reduce
 from ..transport.comm_thread import BucketWork
+from ..transport.staged_conductor import StagedWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
@@ -259,6 +260,8 @@ class BucketTimer:
         ready = [at for index in bucket.members if (at := ready_seconds[index])]
         first, last = (min(ready), max(ready)) if ready else (None, None)
         work, launch = self._work, self.launch_seconds
+        if isinstance(work, StagedWork) and work.job is not None:
+            work = work.job
         if isinstance(work, BucketWork):
             begin, end = work.begin_seconds or launch, work.end_seconds or now
             details = (work.wait_seconds, work.codec_seconds, max(1, work.rounds))

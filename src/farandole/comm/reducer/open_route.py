@@ -55,7 +55,10 @@ class OpenRoute:
 
     def connect_messages(self, table: ParameterTable, plan: Plan) -> None:
         """Connect what codecs need, where it is not connected yet; called by all ranks."""
-        self.route = self.require().with_messages(self._world, plan, device_of(table.parameters))
+        before = self.require()
+        self.route = before.with_messages(self._world, plan, device_of(table.parameters))
+        if self.route is not before:
+            self.reason = self.route.reason
 
     def require(self) -> Route:
         """Return the route; raise `CommError` when there is none any more."""

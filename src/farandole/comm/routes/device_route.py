@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import NamedTuple
 
 import torch
@@ -44,6 +45,11 @@ class DeviceRoute(NamedTuple):
     reason: str
     """Why, for people; empty: nothing was chosen."""
 
+    def close(self, world: World) -> None:
+        """Let go all that was made for it."""
+        self.conductor.close()
+        _drop(world, self.hosts)
+
 
 def connect_device(
     world: World,
@@ -64,43 +70,38 @@ def connect_device(
     if everyone.seat.rank == 0 and not was_tested(device):
         write_notice(f"codecs on {device.type}: never tested here: farandole test --device {device.type}")
     hosts = _hosts(world, plan, device)
-    reasons = [] if hosts is None else [
-        f"{len(hosts.across.ranks)} hosts of {hosts.inside.local_size} ranks, codecs by slices"
-    ]  # fmt: skip
-    circle = everyone if hosts is None else hosts.across
-    parts = {} if hosts is None else {circle.ranks: hosts.groups[0]}
-    by_backend = StreamConductor(streams, group, parts)
-    tried = {everyone: group} if hosts is None else {everyone: group, circle: hosts.groups[0]}
-    problem = _first_problem(world, device, tried)
-    if plan.staging == "never" or (plan.staging == "auto" and not problem and _is_one_host(world)):
-        if problem:
-            _drop(world, hosts)
+    with ExitStack() as undo:
+        undo.callback(_drop, world, hosts)
+        circle, tried, reason = everyone, {everyone: group}, ""
+        if hosts is not None:
+            circle = hosts.across
+            tried[circle] = hosts.groups[0]
+            reason = f"{len(circle.ranks)} hosts of {hosts.inside.local_size} ranks, codecs by slices"
+        by_backend = StreamConductor(streams, group, tried)
+        problem = _first_problem(world, device, tried)
+        if problem and plan.staging == "never":
             raise PlanError(
                 f"codecs of gradients on {device}: the backend of the ranks does not carry their messages there: "
                 f"{problem}",
                 remedy='leave staging out, use codec "none", or one GPU a rank, whose backend is NCCL',
             )
-        return DeviceRoute(by_backend, hosts, ", ".join(reasons))
-    staged = StagedConductor(streams, connect(streams), device=device, everyone=everyone)
-    if plan.staging == "auto" and not problem:
-        try:
-            seconds = _seconds_of_both(world, device, circle, by_backend, staged)
-        except BaseException:
-            staged.close()
-            raise
-        backend_ms, staged_ms = (1e3 * each for each in seconds)
-        is_staged = staged_ms < _MARGIN * backend_ms
-        reasons.append(
-            f"{'through CPU memory' if is_staged else 'by the backend'}: {_MEASURED_BYTES >> 20} MiB take "
-            f"{staged_ms:.3g} ms through CPU memory, {backend_ms:.3g} ms by the backend"
-        )
-        if not is_staged:
-            staged.close()
-            return DeviceRoute(by_backend, hosts, ", ".join(reasons))
-    else:
-        why = "the plan says so" if plan.staging == "always" else f"the backend does not carry messages: {problem}"
-        reasons.append(f"through CPU memory: {why}")
-    return DeviceRoute(staged, hosts, ", ".join(reasons))
+        found = DeviceRoute(by_backend, hosts, reason)
+        if plan.staging == "always" or problem or (plan.staging == "auto" and not _is_one_host(world)):
+            sums = None if plan.staging == "always" else group
+            staged = StagedConductor(streams, connect(streams), device=device, everyone=everyone, sums=sums)
+            undo.callback(staged.close)
+            why = "the plan says so" if plan.staging == "always" else f"the backend carries no messages: {problem}"
+            is_staged = plan.staging == "always" or bool(problem)
+            if not is_staged:
+                is_staged, why = _compare(world, device, circle, by_backend, staged)
+            if is_staged:
+                found = found._replace(conductor=staged)
+            else:
+                staged.close()
+            way = "through CPU memory" if is_staged else "by the backend"
+            found = found._replace(reason=", ".join(filter(None, (reason, f"{way}: {why}"))))
+        undo.pop_all()
+        return found
 
 
 def _hosts(world: World, plan: Plan, device: torch.device) -> SlicesByHost | None:
@@ -150,6 +151,18 @@ def _first_problem(world: World, device: torch.device, tried: Mapping[RankGroup,
 
 def _is_one_host(world: World) -> bool:
     return len(set(all_gather_json(world, "hosts to stage between", world.node_rank))) == 1
+
+
+def _compare(
+    world: World, device: torch.device, circle: RankGroup, by_backend: StreamConductor, staged: StreamConductor
+) -> tuple[bool, str]:
+    """Return whether the way through CPU memory is taken, and why; the same on all ranks."""
+    backend_seconds, staged_seconds = _seconds_of_both(world, device, circle, by_backend, staged)
+    why = (
+        f"{_MEASURED_BYTES >> 20} MiB take {1e3 * staged_seconds:.3g} ms through CPU memory, "
+        f"{1e3 * backend_seconds:.3g} ms by the backend"
+    )
+    return staged_seconds < _MARGIN * backend_seconds, why
 
 
 def _seconds_of_both(

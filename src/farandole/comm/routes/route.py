@@ -14,10 +14,9 @@ anyway, and go among all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +37,6 @@ from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .device_route import connect_device
 
-_Kind = TypeVar("_Kind", bound=Transport)
 _CPU = torch.device("cpu")
 TRIED_CONNECTIONS = (1, 2, 4)
 """Between two ranks: codec "auto" opens as many as the last says, and measures which number is worth it."""
@@ -97,7 +95,7 @@ class Route:
                            reason=carrier.reason or self.reason)  # fmt: skip
         if self.conductor is not None and self.conductor.has_transport:
             return self
-        transport = _transport(world, plan, self.limit_bytes, Transport)
+        transport = _transport(world, plan, self.limit_bytes)
         if self.conductor is not None:
             self.conductor.close()
         return replace(self, conductor=_conductor(transport, self.memory))
@@ -138,7 +136,11 @@ def connect_route(
         if has_streams and (needs_messages or plan.staging == "always"):
             found = connect_device(world, plan, device, group=group, everyone=everyone,
                                    connect=partial(_staged, world, plan, limit_bytes))  # fmt: skip
-            _, reason, _ = _choose(world, plan, place) if found.hosts is None else ("flat", "", None)
+            try:
+                _, reason, _ = _choose(world, plan, place) if found.hosts is None else ("flat", "", None)
+            except BaseException:
+                found.close(world)
+                raise
             alone, reason = RankGroup((world.rank,), world.rank), "; ".join(filter(None, (reason, found.reason)))
             return Route("flat", reason, group, everyone, alone,
                          on_device=found.conductor, on_hosts=found.hosts, limit_bytes=limit_bytes)  # fmt: skip
@@ -149,7 +151,7 @@ def connect_route(
             (inside, across), route = switches, "hierarchical"
             reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
         has_messages = needs_messages or route not in ("flat", "shared")
-        transport = _transport(world, plan, limit_bytes, Transport) if has_messages else None
+        transport = _transport(world, plan, limit_bytes) if has_messages else None
         conductor = None if transport is None and memory is None else _conductor(transport, memory)
         behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
         return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes=limit_bytes)
@@ -166,21 +168,25 @@ def _across(world: World, memory: SharedMemory | None) -> RankGroup:
 
 
 def _staged(world: World, plan: Plan, limit_bytes: int, streams: Streams) -> StagedTransport:
-    return _transport(world, plan, limit_bytes, partial(StagedTransport, streams=streams))
+    """Connect all ranks, for tensors of a device."""
+    return StagedTransport(world, streams=streams, lanes=plan.connections, **_options(plan, limit_bytes))
 
 
-def _transport(world: World, plan: Plan, limit_bytes: int, kind: Callable[..., _Kind]) -> _Kind:
-    """Connect all ranks, by as many connections as the plan, or a tuner, may use. `kind`: of transport."""
+def _transport(world: World, plan: Plan, limit_bytes: int) -> Transport:
+    """Connect all ranks, by as many connections as the plan, or a tuner, may use."""
     tries = plan.codec == AUTO or world.session.is_tuned
-    transport = kind(
-        world,
-        timeout_seconds=plan.timeout_seconds,
-        lanes=max(plan.connections, *TRIED_CONNECTIONS) if tries else plan.connections,
-        limit_bytes=limit_bytes,
-        congestion_control=plan.congestion_control,
-    )
+    lanes = max(plan.connections, *TRIED_CONNECTIONS) if tries else plan.connections
+    transport = Transport(world, lanes=lanes, **_options(plan, limit_bytes))
     transport.used_lanes = plan.connections
     return transport
+
+
+def _options(plan: Plan, limit_bytes: int) -> dict[str, Any]:
+    return {
+        "timeout_seconds": plan.timeout_seconds,
+        "limit_bytes": limit_bytes,
+        "congestion_control": plan.congestion_control,
+    }
 
 
 def _conductor(transport: Transport | None, memory: SharedMemory | SwitchGroup | None) -> CommThread:

@@ -303,12 +303,16 @@ class CommThread:
             if talk.advance(None):
                 job._begun.append(talk)
 
+    def _runs_ahead(self, job: BucketWork) -> bool:
+        """Return whether items of a job may begin before its turn."""
+        return job.prepare is None
+
     def _run_ahead(self, in_flight: int) -> None:
         """Begin items of the next jobs while the current one leaves room. Never waits."""
         with self._changed:
             later = list(self._waiting)[1:]
         for job in later:
-            if in_flight >= WINDOW or job.prepare is not None:
+            if in_flight >= WINDOW or not self._runs_ahead(job):
                 return
             before = len(job._begun)
             self._begin_items(job, min(WINDOW, before + WINDOW - in_flight))

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ...core.vocabulary.errors import Stalled
 from ..device.accelerator import set_device
@@ -45,11 +46,14 @@ class StagedTransport(Transport):
         """See `Transport`."""
         return self._streams.to_device(received)
 
-    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _to_send(self, tensor: torch.Tensor, circle: RankGroup) -> torch.Tensor:
         copy = self._streams.to_host(tensor)
-        deadline = time.monotonic() + self.timeout_seconds
+        deadline, others = time.monotonic() + self.timeout_seconds, set(circle.ranks) - {self.rank}
         while not copy.has_arrived:  # other messages move on
-            if not self.serve_now():
+            self.refuse_lost(others)
+            moved = self.moved_bytes
+            self.serve_now()
+            if moved == self.moved_bytes:
                 time.sleep(_PAUSE_SECONDS)
             if time.monotonic() > deadline:
                 raise Stalled(
@@ -69,12 +73,31 @@ class _SideThread(CommThread):
 
     def __init__(self, transport: Transport, streams: Streams, device: torch.device) -> None:
         self._streams, self._device = streams, device
+        self._events: dict[int, Any] = {}
+        """By number of job: behind what its tensors were made by."""
         super().__init__(transport)
 
+    def submit_behind(self, event: Any, items: Sequence[SegmentWork], number: int) -> BucketWork:
+        """Queue a job whose items follow `event` on the device; see `submit`."""
+        self._events[number] = event
+        return self.submit([_behind(self._streams, event, item) for item in items], number=number)
+
     def _serve(self) -> None:
-        set_device(self._device)
-        with self._streams.on(self._streams.side):
-            super()._serve()
+        try:
+            set_device(self._device)
+            with self._streams.on(self._streams.side):
+                super()._serve()
+        except BaseException as problem:
+            self._break(problem)
+            super()._serve()  # refuses all jobs
+
+    def _conduct(self, job: BucketWork) -> None:
+        super()._conduct(job)
+        self._events.pop(job.number, None)
+
+    def _runs_ahead(self, job: BucketWork) -> bool:
+        """See `CommThread`: a job that the device has not come to would hold up those before it."""
+        return super()._runs_ahead(job) and self._streams.has_passed(self._events[job.number])
 
 
 @dataclass(eq=False)
@@ -108,11 +131,16 @@ class StagedConductor(StreamConductor):
         *,
         device: torch.device,
         everyone: RankGroup,
+        sums: dist.ProcessGroup | None,
     ) -> None:
-        """`transport`: the thread's from now on. `everyone`: all ranks."""
-        super().__init__(streams, None)
-        self._everyone = everyone
+        """`transport`: the thread's from now on. `everyone`: all ranks.
+
+        `sums`: the backend's group of all ranks, by which buckets without a codec go; None: they go as others do.
+        """
+        super().__init__(streams, sums)
+        self._everyone, self._sums_by_backend = everyone, sums is not None
         self._thread = _SideThread(transport, streams, device)
+        self._submitted = 0
 
     def submit(
         self,
@@ -126,11 +154,14 @@ class StagedConductor(StreamConductor):
             with self.streams.on(self.streams.side), torch.no_grad():
                 self.streams.wait(ready)
                 prepare()
-        job = self._thread.submit([_behind(self.streams, ready, item) for item in items])
+        job = self._thread.submit_behind(ready, items, self._submitted)
+        self._submitted += 1
         return StagedWork(self.streams, job=job, complete=complete)
 
     def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
-        """See `StreamConductor`."""
+        """See `StreamConductor`, and [Note: who tells the device]."""
+        if self._sums_by_backend:
+            return super().all_reduce(tensor)
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         return self.submit([SegmentWork(partial(_sum, real), partial(_copy, real), self._everyone)], _nothing)
 

@@ -49,9 +49,9 @@ class StreamConductor:
         self,
         streams: Streams,
         group: dist.ProcessGroup | None,
-        parts: Mapping[tuple[int, ...], dist.ProcessGroup] | None = None,
+        parts: Mapping[RankGroup, dist.ProcessGroup] | None = None,
     ) -> None:
-        """`group`: of all ranks; None: messages go another way. `parts`: other groups of items, by their ranks."""
+        """`group`: of all ranks; None: messages go another way. `parts`: other groups that items may be of."""
         self.streams, self._group, self._parts = streams, group, parts or {}
 
     def submit(
@@ -94,7 +94,7 @@ class StreamConductor:
         return self.streams.seconds_between(begin, end)
 
     def _group_of(self, circle: RankGroup | None) -> dist.ProcessGroup:
-        found = self._group if circle is None else self._parts.get(circle.ranks, self._group)
+        found = self._group if circle is None else self._parts.get(circle, self._group)
         assert found is not None, "who has none sends otherwise"
         return found
 

@@ -139,7 +139,7 @@ class Transport:
         """
         self._require_owner()
         seat = circle.seat
-        tensor = self._to_send(message.tensor.contiguous())
+        tensor = self._to_send(message.tensor.contiguous(), circle)
         received = self._room(received_shape(message, seat), tensor.dtype)
         flight = PendingMessage(self, received, 0, set(), tensor)
         if tensor.numel() == 0:
@@ -176,8 +176,8 @@ class Transport:
         """Return what has arrived as who sent the message wants it."""
         return received
 
-    def _to_send(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor in CPU memory with the values of one that is contiguous."""
+    def _to_send(self, tensor: torch.Tensor, circle: RankGroup) -> torch.Tensor:
+        """Return a tensor in CPU memory with the values of one that is contiguous, for the ranks of `circle`."""
         return tensor if tensor.is_cpu else tensor.cpu()
 
     def _room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...messages.message import GroupRank, Message
-from ...messages.reduce_rules import accumulates_in_fp32
+from ...messages.reduce_rules import accumulates_in_fp32, divide
 from ...sessions.units import UnitStates
 from ...transport.comm_thread import Conversation
 from ...transport.rank_group import PieceExchange, RankGroup, Within
@@ -164,7 +164,8 @@ def encode_by_host(
     A conversation of `groups.across`; `exchange` leaves the mean over these in the tensor that it is given.
     """
     rows = yield from _slices_of_host(flat, groups.inside)
-    unit = fold(list(rows), "sum").div_(groups.inside.seat.size)
+    unit = fold(list(rows), "sum")
+    divide(unit, groups.inside.seat.size)
     yield from exchange(unit)
     size = groups.inside.seat.size * groups.across.seat.size
     factor = float(size) if operation.signature.reduction == "sum" else size / operation.size

@@ -115,7 +115,7 @@ class DataPlane:
         for operation in operations:  # before it may end, and who waits looks
             operation.ticket.keep_result()
         items = self._items(batch, codec)
-        work = self._on_device.submit(items, None, batch.complete, failed=batch.failed, number=number)
+        work = self._on_device.submit_for(first.present, items, batch.complete, batch.failed, number)
         _note_carrier(operations, work, codec)
 
     def _items(self, batch: _Batch, codec: str) -> list[SegmentWork]:

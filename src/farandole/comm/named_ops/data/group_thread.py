@@ -26,7 +26,7 @@ from ...device.accelerator import set_device
 from ...device.streams import streams_of
 from ...messages.element_bytes import bytes_of
 from ...messages.message import GroupRank, Message, received_shape
-from ...transport.comm_thread import BucketWork, CommThread
+from ...transport.comm_thread import BucketWork, CommThread, SegmentWork
 from ...transport.group_messages import drive, exchange_by_group
 from ...transport.rank_group import PieceExchange, RankGroup
 from ...world.world import World
@@ -64,9 +64,10 @@ class DeviceGroups:
         """
         if len(ranks) == 1 or ranks in self._by_ranks:
             return
-        group = self._by_ranks[ranks] = self._world.new_group(ranks=ranks)
+        group = self._world.new_group(ranks=ranks)
         if group is not None:  # connections are made by the first collective, in which all must take part
             all_reduce(torch.zeros(1, dtype=torch.float32, device=self.device), group)
+        self._by_ranks[ranks] = group
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -94,7 +95,21 @@ class GroupThread(CommThread):
         self.device, self.streams = groups.device, groups.streams
         self.backend = groups.backend
         self._groups, self._given_up = groups, False
+        self._present: dict[int, tuple[int, ...]] = {}
+        """By number of job: the ranks that take part."""
         super().__init__(None)
+
+    def submit_for(
+        self,
+        ranks: tuple[int, ...],
+        items: Sequence[SegmentWork],
+        complete: Callable[[], object],
+        failed: Callable[[BaseException], object],
+        number: int,
+    ) -> BucketWork:
+        """Queue a job of `ranks`, which have a group; see `submit`."""
+        self._present[number] = ranks
+        return self.submit(items, None, complete, failed=failed, number=number)
 
     def land(self, finish: Callable[[], None]) -> None:
         """Do `finish` behind the job, and return when the device has passed it. See [Note: done on the device]."""
@@ -115,28 +130,34 @@ class GroupThread(CommThread):
 
     def _conduct(self, job: BucketWork) -> None:
         set_device(self.device)
-        job.begin_seconds = time.monotonic()
+        job.begin_seconds, present = time.monotonic(), self._present.pop(job.number)
         with self.streams.on(self.streams.operations):
             for item in job.items:
-                item.finish(drive(item, partial(self._carry, job, count(1))))
+                item.finish(drive(item, partial(self._carry, job, present, count(1))))
         if job.complete is not None:
             job.complete()
         job.end_seconds = time.monotonic()
 
     def _carry(
-        self, job: BucketWork, rounds: Iterator[int], message: Message | PieceExchange, circle: RankGroup
+        self,
+        job: BucketWork,
+        present: tuple[int, ...],
+        rounds: Iterator[int],
+        message: Message | PieceExchange,
+        circle: RankGroup,
     ) -> torch.Tensor:
         job.rounds = max(job.rounds, next(rounds))
-        seat, group = circle.seat, self._groups.of(circle.ranks)
+        seat, group = circle.seat, self._groups.of(present)
+        assert group is not None, "made with its process set"
         if isinstance(message, PieceExchange):
-            assert group is not None, "made with its process set"
             job.sent_bytes += exchange_pieces(message, range(seat.size), seat, group)
             return torch.empty(0, dtype=torch.uint8)
         passes = 1 if message.operation == "all_to_all" else seat.size
         job.sent_bytes += ring_sent_bytes(message.tensor.nbytes * passes, seat.size, passes=1)
-        if group is None:  # ranks of one host, or one of each
-            return exchange_among(message, circle, self._groups.everyone)
-        return exchange_bytes(message, seat, group)
+        if circle.ranks == present:
+            return exchange_bytes(message, seat, group)
+        # A group of just these may be made meanwhile: ranks would not know of it at once.
+        return exchange_among(message, circle, self._groups.everyone)
 
 
 def _backend(group: dist.ProcessGroup | None, device: torch.device) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ...messages.reduce_rules import accumulates_in_fp32
+from ...messages.reduce_rules import accumulates_in_fp32, divide
 
 _NO_ADDITION = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -77,11 +77,7 @@ def finish(total: torch.Tensor, dtype: torch.dtype, reduction: str, size: int, p
     """Divide and scale what `fold` returned, and round it to `dtype`. `size` counts absent members too."""
     if reduction == "average":
         if postscale == 1.0:
-            if dtype.is_floating_point or dtype.is_complex:
-                # By a number CUDA multiplies by its reciprocal, which is not its quotient in the last bit.
-                total.div_(size if total.is_cpu else torch.full((), size, dtype=total.dtype, device=total.device))
-            else:
-                total.div_(size, rounding_mode="trunc")
+            divide(total, size)
         else:
             postscale /= size
     scaled = scale(total, postscale)
