@@ -260,22 +260,57 @@ def test_gradients_that_are_not_finite_are_named(device_is_used: bool) -> None:
             loss.backward()
 
 
+def full_on_rank_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rank 1 have no room for what codecs keep."""
+
+    def full(*_: Any, **__: Any) -> NoReturn:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB.\nGPU 0 has ...")
+
+    if fd.world().rank == 1:
+        monkeypatch.setattr(UnitStates, "begin", full)
+
+
+FULL = r"rank 1 has no room for the buckets .*: CUDA out of memory\. Tried to allocate 25\.00 MiB"
+
+
 @ranks(2)
 def test_a_full_device_is_named_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = fd.init()
+    fd.init()
     with simulated():
-        model, optimizer = distributed(fd.Plan(codec="int8", route="flat"))
+        model, _ = distributed(fd.Plan(codec="int8", route="flat"))
+        full_on_rank_1(monkeypatch)
+        with pytest.raises(fd.CommError, match=FULL):
+            model(torch.ones(4, WIDTH), branch=True).sum().backward()
+
+
+@ranks(2)
+def test_a_codec_that_had_no_room_may_be_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All is as before it was asked for: what was not sent, and which codecs there are."""
+    fd.init()
+    with simulated():
+        model, optimizer = distributed(fd.Plan(codec="int4", route="flat"), all_coded=True)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.ones(4, WIDTH), branch=True).square().sum().backward()
+            optimizer.step()
+
+        step()
+        reducer = reducer_of(model)
+        assert reducer is not None
+        kept, other = state_of(model), {"branch.weight": CodecSpec.parse("int8")}
         with monkeypatch.context() as patched:
-            if world.rank == 1:
-
-                def full(*_: Any, **__: Any) -> NoReturn:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 25.00 MiB.\nGPU 0 has ...")
-
-                patched.setattr(UnitStates, "begin", full)
-            text = r"rank 1 has no room for the buckets .*: CUDA out of memory\. Tried to allocate 25\.00 MiB"
-            with pytest.raises(fd.CommError, match=text):
-                model(torch.ones(4, WIDTH), branch=True).sum().backward()
-        optimizer.zero_grad()
+            full_on_rank_1(patched)
+            with pytest.raises(fd.CommError, match=FULL):
+                reducer.switch_codecs(other)
+        for ours, theirs in zip(state_of(model), kept, strict=True):
+            assert torch.equal(ours, theirs)
+        reducer.switch_codecs(other)
+        step()
+        assert {each.spec.to_text() for each in reducer.parts.buckets.buckets} == {"int4", "int8"}
+        assert_same_bits(model)
 
 
 @pytest.mark.parametrize("codec", ["int8", "none"])

@@ -6,7 +6,8 @@ bucket. Ranks agree on rank 0's order of readiness.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -167,7 +168,9 @@ class BucketSet:
         planned = plan_buckets(infos, first_bytes=first_bytes, limit_bytes=self._limit_bytes)
         if self._shards is not None:
             self._shards.prepare(planned, self.table, route)
-        self._take([*self.buckets, *self._make_all(planned, route)])
+        with self._with_room(route):
+            made = [self._make([info.index for info in together], together[0], route) for together in planned]
+        self._take([*self.buckets, *made])
         self._order += order
         return new
 
@@ -191,6 +194,7 @@ class BucketSet:
         first_bucket_bytes: int | None = None,
     ) -> None:
         """Plan the buckets anew, and build those that differ; what was not sent is carried over."""
+        before = dict(self.codecs.by_name), self._limit_bytes, self._first_bytes
         self.codecs.update(changed)
         self._limit_bytes = bucket_bytes or self._limit_bytes
         self._first_bytes = first_bucket_bytes or self._first_bytes
@@ -202,12 +206,22 @@ class BucketSet:
         }
         sparse = {index for bucket in self.buckets if bucket.is_sparse for index in bucket.members}
         infos = [self._info(index, index in sparse) for index in self._order]
-        planned = plan_buckets(infos, first_bytes=self._first_bytes, limit_bytes=self._limit_bytes)
-        buckets = self._make_all(planned, route, kept)
-        for bucket in self.buckets:
-            if bucket.coded is not None and bucket not in buckets:
-                for index, unsent in zip(bucket.members, bucket.coded.unsent(), strict=False):
-                    self.carry_over.keep(index, unsent)
+        buckets: list[Bucket] = []
+        unsent: list[tuple[int, torch.Tensor]] = []
+        try:
+            with self._with_room(route):
+                for together in plan_buckets(infos, first_bytes=self._first_bytes, limit_bytes=self._limit_bytes):
+                    members = [info.index for info in together]
+                    buckets.append(kept.get(tuple(members)) or self._make(members, together[0], route))
+                for bucket in self.buckets:
+                    if bucket.coded is not None and bucket not in buckets:
+                        unsent += zip(bucket.members, bucket.coded.unsent(), strict=False)
+        except BaseException:
+            names, self._limit_bytes, self._first_bytes = before
+            self.codecs.update(names)
+            raise
+        for index, each in unsent:
+            self.carry_over.keep(index, each)
         self._take(buckets)
 
     def _take(self, buckets: list[Bucket]) -> None:
@@ -217,33 +231,27 @@ class BucketSet:
                 self.bucket_of[index] = bucket
         self.unassigned = [index for index in self.unassigned if self.bucket_of[index] is None]
 
-    def _make_all(
-        self,
-        planned: Sequence[list[ParamInfo]],
-        route: Route,
-        kept: Mapping[tuple[int, ...], Bucket] | None = None,
-    ) -> list[Bucket]:
-        """Make what is planned, but for those in `kept`; raise on all ranks where a device has no room for it."""
-        found: list[Bucket] = []
-        full = ""
+    @contextmanager
+    def _with_room(self, route: Route) -> Generator[None, None, None]:
+        """Make buckets in a block; raise on all ranks where a device has no room, and all is as before."""
+        full, loaded = "", dict(self._loaded)
         try:
-            for together in planned:
-                members = tuple(info.index for info in together)
-                found.append((kept or {}).get(members) or self._make(list(members), together[0], route))
+            yield
         except torch.OutOfMemoryError as problem:
             if route.on_device is None:
                 raise
-            full, found = str(problem).splitlines()[0], []
-        if route.on_device is not None:
-            for rank, text in enumerate(all_gather_json(self._world, "memory of buckets", full)):
-                if text:
-                    raise CommError(
-                        f"rank {rank} has no room for the buckets of gradients, and what codecs keep: {text}",
-                        rank=self._world.job_rank,
-                        operation="making buckets",
-                        remedy='smaller batches, codec "none", which keeps nothing, or zero = 3',
-                    )
-        return found
+            full = str(problem).splitlines()[0]
+        if route.on_device is None:
+            return
+        for rank, text in enumerate(all_gather_json(self._world, "memory of buckets", full)):
+            if text:
+                self._loaded = loaded
+                raise CommError(
+                    f"rank {rank} has no room for the buckets of gradients, and what codecs keep: {text}",
+                    rank=self._world.job_rank,
+                    operation="making buckets",
+                    remedy='smaller batches, codec "none", which keeps nothing, or zero = 3',
+                )
 
     def _make(self, members: list[int], like: ParamInfo, route: Route) -> Bucket:
         parameters = [self.table.parameters[index] for index in members]

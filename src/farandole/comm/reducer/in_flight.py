@@ -260,11 +260,11 @@ class BucketTimer:
         ready = [at for index in bucket.members if (at := ready_seconds[index])]
         first, last = (min(ready), max(ready)) if ready else (None, None)
         work, launch = self._work, self.launch_seconds
-        if isinstance(work, StagedWork) and work.job is not None:
-            work = work.job
-        if isinstance(work, BucketWork):
-            begin, end = work.begin_seconds or launch, work.end_seconds or now
-            details = (work.wait_seconds, work.codec_seconds, max(1, work.rounds))
+        job = work.job if isinstance(work, StagedWork) else work
+        if isinstance(job, BucketWork):
+            begin, end = job.begin_seconds or launch, job.end_seconds or now
+            # Staged, the thread waits for the device in between: how long the codec took is not known.
+            details = (job.wait_seconds, job.codec_seconds if job is work else 0.0, max(1, job.rounds))
         else:
             begin, end, details = launch, self._done_seconds or now, (0.0, 0.0, 1)
         return BucketTimes(bucket.gradients.nbytes, bucket.sent_bytes, first, last, launch, begin, end, *details)

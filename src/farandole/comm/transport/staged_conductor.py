@@ -154,6 +154,7 @@ class StagedConductor(StreamConductor):
             with self.streams.on(self.streams.side), torch.no_grad():
                 self.streams.wait(ready)
                 prepare()
+                ready = self.streams.record()
         job = self._thread.submit_behind(ready, items, self._submitted)
         self._submitted += 1
         return StagedWork(self.streams, job=job, complete=complete)
