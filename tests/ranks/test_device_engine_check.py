@@ -17,7 +17,7 @@ from farandole.bench.device_test.forms import FORMS
 from farandole.bench.device_test.subject import Subject
 from farandole.comm.codecs.packing import BFloat16
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.routes import route
+from farandole.comm.routes import device_route
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import distributed, simulated
@@ -90,8 +90,8 @@ def test_a_device_that_was_never_tested_is_named_once(passed: bool) -> None:
     make_codec(CodecSpec.parse("int8"))  # whose loops are tried on the CPU as it is
     with (
         simulated(),
-        patch.object(route, "was_tested", lambda device: passed),
-        patch.object(route, "write_notice", notices.append),
+        patch.object(device_route, "was_tested", lambda device: passed),
+        patch.object(device_route, "write_notice", notices.append),
     ):
         distributed(fd.Plan(codec="int8"))
     expected = ["codecs on cpu: never tested here: farandole test --device cpu"]

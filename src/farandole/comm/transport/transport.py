@@ -36,7 +36,6 @@ import torch
 
 from ...core.vocabulary.errors import CommError
 from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.element_bytes import bytes_of
 from ..messages.message import GroupRank, Message, Reduction, received_shape, sources_and_targets
 from ..world.store_sync import all_gather_json
 from ..world.world import World
@@ -394,5 +393,5 @@ class Transport:
 
 
 def _view(row: torch.Tensor) -> memoryview:
-    array: Any = bytes_of(row).numpy()
+    array: Any = row.reshape(-1).view(torch.uint8).numpy()
     return memoryview(array)
