@@ -79,7 +79,7 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("codec", ["none", "int8"])
+@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.full)])
 @ranks(3)
 def test_exact_gradients_are_summed_through_cpu_memory_too(codec: str) -> None:
     """Small parameters of a plan with a codec, and all of one without."""
@@ -116,7 +116,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["launch", "end", "read"])
-@pytest.mark.parametrize("codec", ["int8", "topk:0.02"])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02", marks=pytest.mark.full)])
 @ranks(2)
 def test_a_wait_that_is_left_out_is_found(codec: str, left_out: str) -> None:
     fd.init()
@@ -138,7 +138,7 @@ def test_a_backend_without_messages_is_gone_around(monkeypatch: pytest.MonkeyPat
             distributed(fd.Plan(codec="int8", staging="never"))
 
 
-@pytest.mark.parametrize("staged_seconds", [0.5, 0.95])
+@pytest.mark.parametrize("staged_seconds", [0.5, pytest.param(0.95, marks=pytest.mark.full)])
 @ranks(4, **TWO_HOSTS)
 def test_the_faster_way_between_hosts_is_taken(staged_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are measured; here the figures are given, which differ from rank to rank."""
