@@ -24,6 +24,7 @@ from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import CODECS, WIDTH, distributed, simulated_by, state_of, train
+from tests.ranks.test_records import records
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 from tests.simulated_device import OUTSIDE, Race, ThreadedDevice
 
@@ -271,3 +272,36 @@ def test_worlds_come_and_go_and_leave_nothing() -> None:
         fd.shutdown()
         gone = "farandole-conductor"
         assert not [each for each in threading.enumerate() if each.name == gone and each.is_alive()]
+
+
+@ranks(2)
+def test_a_route_that_is_refused_leaves_nothing() -> None:
+    """It is refused when staging was connected."""
+    fd.init()
+    with simulated():
+        descriptors = []
+        for _ in range(3):
+            with pytest.raises(fd.PlanError, match="route = 'hierarchical', but the ranks' models are not in CPU"):
+                distributed(fd.Plan(codec="int8", **SMALL, staging="always", route="hierarchical"))
+            assert not [each for each in threading.enumerate() if each.name == "farandole-conductor"]
+            descriptors.append(len([*Path("/proc/self/fd").iterdir()]))
+        assert descriptors[-1] <= descriptors[0], descriptors
+        assert is_staged(train(fd.Plan(codec="int8", **SMALL, staging="always"), steps=2, all_coded=True))
+
+
+@ranks(2)
+def test_the_times_of_staged_buckets_are_recorded(tmp_path: Path) -> None:
+    fd.init(run_dir=tmp_path)
+    with simulated():
+        train(fd.Plan(codec="int8", **SMALL, staging="always"), steps=3, bad_step=None, all_coded=True)
+        timeline = records(str(tmp_path))
+    assert len(timeline.steps) == 3
+    for row in timeline.steps:
+        (exchange,) = row.exchanges
+        for bucket in exchange.buckets:
+            assert bucket.launch_seconds <= bucket.begin_seconds < bucket.end_seconds <= exchange.wait_end_seconds
+            assert 0 < bucket.wait_seconds <= bucket.end_seconds - bucket.begin_seconds
+            assert bucket.codec_seconds == 0
+            assert bucket.rounds >= 2
+            assert 0 < bucket.sent_bytes < bucket.nbytes
+        assert exchange.sent_bytes == sum(bucket.sent_bytes for bucket in exchange.buckets)
