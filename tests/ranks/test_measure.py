@@ -11,13 +11,17 @@ import pytest
 
 import farandole as fd
 from farandole.bench.cluster.budget import REST_SECONDS, StartMoment
+from farandole.bench.cluster.codecs import measure_codec_costs
 from farandole.bench.cluster.worker import measure
+from farandole.comm.autotune import probe
+from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.cluster.cluster import OPERATIONS, Cluster
 from farandole.core.cluster.cluster_file import read_cluster
 from farandole.core.cluster.compare import figures_of
 from farandole.core.step_model.prediction import CANDIDATES
 from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks, takes
+from tests.ranks.test_device_engine import simulated
 from tests.warm import run
 
 SECONDS = 8.0
@@ -31,6 +35,22 @@ def test_all_phases_give_possible_figures() -> None:
         cluster = measure(world, "here", directory, REST_SECONDS + 2.0, StartMoment.now())
         assert not list(Path(directory).iterdir()), "no measured file is left"
     require_possible(cluster)
+
+
+@ranks(2)
+def test_codecs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated one, whose clock is the host's; the figures are the same on both ranks."""
+    world = fd.init()
+    monkeypatch.setattr(probe, "_DEVICE_ELEMENTS", 2**18)
+    with simulated():
+        costs = measure_codec_costs(world, 1.0)
+    assert tuple(costs) == CANDIDATES
+    for name, cost in costs.items():
+        assert cost.seconds_per_bucket is not None
+        assert cost.seconds_per_bucket.source == cost.seconds_per_byte.source == "measured"
+        assert cost.seconds_per_byte.value + cost.seconds_per_bucket.value > 0, name
+    assert costs["bf16"].ratio == 0.5
+    assert all_gather_json(world, "costs", repr(costs)) == [repr(costs)] * 2
 
 
 @ranks(2)
@@ -72,6 +92,7 @@ def require_possible(cluster: Cluster) -> None:
     assert [rate.flops for rate in cluster.device.compute["fp32"]][:2] == [2 * 64**3, 2 * 128**3]
     assert set(cluster.codecs) == set(CANDIDATES)
     assert cluster.codecs["bf16"].ratio == 0.5
+    assert {cost.seconds_per_bucket for cost in cluster.codecs.values()} == {None}, "on a CPU bytes count alone"
     assert cluster.loader_bytes_per_second is not None
     assert cluster.disk_write_bytes_per_second is not None
     assert cluster.disk_read_bytes_per_second is not None

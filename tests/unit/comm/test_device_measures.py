@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.comm.autotune import on_device
+from farandole.comm.autotune import on_device, probe
 from farandole.comm.autotune.on_device import DeviceMeasures
 from farandole.comm.autotune.profile import PassTimings
 from farandole.comm.messages.message import GroupRank, Message
@@ -69,3 +69,45 @@ def test_the_moments_of_a_step_are_those_of_its_marks_and_no_other() -> None:
     assert second == PassTimings(zero, zero + 1, zero + 3, zero + 4, [0.0, 0.0, zero + 2])
     assert made.is_over, "nothing is marked any more"
     assert made.passes() == []
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "per_byte", "per_bucket"),
+    [
+        (3e-4, 3e-4 + 33030144e-12, 1e-12, 3e-4 - 524288e-12),
+        (3e-4, 3e-4, 0.0, 3e-4),  # launches alone
+        (3e-4, 2e-4, 0.0, 2e-4),  # noise: what is nearer to buckets counts
+        (0.0, 33030144e-12, 1e-12, 0.0),
+    ],
+)
+def test_codecs_on_a_device_cost_something_for_each_bucket(
+    few: float, many: float, per_byte: float, per_bucket: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 2 ranks: from a gradient of 256 KiB and one of 16 MiB, each of which is the time of both ranks."""
+    asked: list[int] = []
+
+    def seconds_between(begin: int, end: int) -> float:
+        return 2 * (few if begin < 2 * 4 else many)
+
+    marks = count()
+    streams = SimpleNamespace(mark=lambda: next(marks), seconds_between=seconds_between)
+    monkeypatch.setattr(probe, "streams_of", lambda _: streams)
+    run = probe._run_codec
+
+    def small(spec: Any, size: int, elements: int, device: torch.device) -> probe._CodecRun:
+        asked.append(elements)
+        return run(spec, size, 1024, device)._replace(nbytes=4 * elements * 2)
+
+    monkeypatch.setattr(probe, "_run_codec", small)
+    speed = probe.measure_codecs(("bf16",), 2, torch.device("cpu"))["bf16"]
+    assert asked == [64 * 1024, 4 * 2**20]
+    assert speed.seconds_per_byte == pytest.approx(per_byte, rel=1e-6, abs=0)
+    assert speed.seconds_per_bucket == pytest.approx(per_bucket, rel=1e-6, abs=1e-12)
+    assert (speed.ratio, speed.rounds) == (0.5, 2)
+    assert speed.seconds(2**20) == pytest.approx(2**20 * per_byte + per_bucket, rel=1e-6)
+
+
+def test_codecs_on_a_cpu_cost_bytes_alone() -> None:
+    speed = probe.measure_codecs(("int8",), 2)["int8"]
+    assert speed.seconds_per_byte > 0
+    assert speed.seconds_per_bucket == 0

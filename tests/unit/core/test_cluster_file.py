@@ -152,6 +152,11 @@ REFUSED = [
         "collectives.allreduce]",
         "tiers.0.collectives.allreduce: unknown operation; did you",
     ),
+    (
+        "ratio = 1\n",
+        'ratio = 1\nseconds_per_bucket = { value = -1, source = "measured" }\n',
+        "codecs.none.seconds_per_bucket = -1, expected 0 or more",
+    ),
     ("ratio = 1\n", "ratio = 0\n", "codecs.none.ratio = 0, expected more than 0"),
     ("[codecs.none]", "[codecs.nine]", "codecs.nine: "),
     ("[codecs.none]", "[codecs.auto]", "codecs.auto: chooses among codecs"),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.cluster.cluster import Cluster
+from ...core.cluster.cluster import Cluster, CodecCost
 from ...core.cluster.coefficient import Coefficient
 from ...core.cluster.compare import FigureChange, is_changed
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..measure.table import format_table
+
+_FREE_SECONDS_PER_BYTE = 1e-14
+"""100 TB/s: what no memory gives."""
 
 
 def format_cluster(cluster: Cluster) -> str:
@@ -45,7 +48,7 @@ def format_cluster(cluster: Cluster) -> str:
     if exchanges:
         lines += ["", format_table(["exchange", "latency", "a rank sends", "source"], exchanges)]
     codecs = [
-        [name, _rate_of(cost.seconds_per_byte), f"{cost.ratio:.3g}", cost.seconds_per_byte.source]
+        [name, _speed_of(cost), f"{cost.ratio:.3g}", cost.seconds_per_byte.source]
         for name, cost in cluster.codecs.items()
     ]
     if codecs:
@@ -95,7 +98,10 @@ def _byte_rate(figure: Coefficient) -> tuple[str, str]:
     return f"{format_bytes(int(figure.value))}/s", figure.source
 
 
-def _rate_of(seconds_per_byte: Coefficient) -> str:
-    if seconds_per_byte.value <= 0:
-        return "free"
-    return f"{format_bytes(int(1 / seconds_per_byte.value))}/s"
+def _speed_of(cost: CodecCost) -> str:
+    per_byte, per_bucket = cost.seconds_per_byte.value, cost.seconds_per_bucket
+    rate = f"{format_bytes(int(1 / per_byte))}/s" if per_byte > _FREE_SECONDS_PER_BYTE else "free"
+    if per_bucket is None:
+        return rate
+    launches = f"{format_seconds(per_bucket.value)} a bucket"
+    return launches if rate == "free" else f"{launches}, then {rate}"

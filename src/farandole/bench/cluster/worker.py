@@ -14,7 +14,6 @@ import torch
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import Cluster
-from ...core.cluster.presets import codecs_by_passes
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown
 from ..measure.machine import machine_facts
@@ -51,9 +50,7 @@ def measure(world: World, name: str, directory: str, seconds: float, start: Star
         ConfigError: the start left too little, or the hosts have different numbers of ranks; on all ranks.
     """
     tiers = open_tiers(world)
-    is_cpu = world.device.type == "cpu"
-    is_left_out = {"overlap": world.size == 1, "codecs": not is_cpu}
-    phases = _Phases(world, [each for each in SHARES if not is_left_out.get(each)], seconds, start)
+    phases = _Phases(world, [each for each in SHARES if each != "overlap" or world.size > 1], seconds, start)
     device, speeds = measure_device(world, phases.begin("compute"))
     facts: dict[str, Any] = {}
     costs = measure_tiers(world, tiers, phases.begin("collectives"))
@@ -61,10 +58,7 @@ def measure(world: World, name: str, directory: str, seconds: float, start: Star
         outer = tiers[-1]
         slowdowns = measure_overlap(world, outer.runs["all_reduce"], outer.width, phases.begin("overlap"))
         facts["compute_slowdown"], facts["exchange_slowdown"] = slowdowns
-    if is_cpu:
-        facts["codecs"] = measure_codec_costs(world, phases.begin("codecs"))
-    else:
-        facts["codecs"] = codecs_by_passes(device.memory_bytes_per_second.value, is_cpu=False)
+    facts["codecs"] = measure_codec_costs(world, phases.begin("codecs"))
     facts["loader_bytes_per_second"] = measure_loader(world, phases.begin("loader"))
     written, read = measure_disk(world, directory, phases.begin("disk"))
     phases.end()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -35,6 +37,8 @@ _WORTH_CONNECTIONS = 0.95
 _SEGMENT_ELEMENTS = 256 * 1024
 _DEVICE_ELEMENTS = 4 * 2**20
 """Enough that the kernels take longer than their launches."""
+_FEW_ELEMENTS = 64 * 1024
+"""So few that nothing but the launches counts."""
 _CPU = torch.device("cpu")
 _LONG_ENOUGH_SECONDS = 0.03
 _LARGEST_BYTES = 8 * 2**20
@@ -176,36 +180,56 @@ def probe_seconds(link: LinkModel, size: int, gradient_bytes: int = _LARGEST_BYT
 def measure_codecs(names: tuple[str, ...], size: int, device: torch.device = _CPU) -> dict[str, CodecSpeed]:
     """Return what each codec costs one rank of `size` here: the median of three short runs each.
 
-    On an accelerator seconds of the device, for which the host waits.
+    On an accelerator seconds of the device, for which the host waits: of many numbers, and of few, from which
+    follows what a bucket of any size takes.
     """
+    streams = streams_of(device)
     found = {}
-    ranks, streams = min(size, 4), streams_of(device)
-    side, elements = (512, _SEGMENT_ELEMENTS) if streams is None else (2048, _DEVICE_ELEMENTS)
     for name in names:
         spec = CodecSpec.parse(name)
-        codec = make_codec(spec)
-        shape = (side, side) if spec.granularity == "matrix" else (elements * ranks // 2,)
-        generator = torch.Generator().manual_seed(1)
-        grads = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in range(ranks)]
-        groups = [GroupRank(rank, ranks) for rank in range(ranks)]
-        states = [codec.init(grad, group) for grad, group in zip(grads, groups, strict=True)]
-        times = []
-        sent = 0
-        for _ in range(4):
-            units = [grad.clone() for grad in grads]
-            encodings = [
-                as_encoding(codec.exchange(unit, state, group), unit)
-                for unit, state, group in zip(units, states, groups, strict=True)
-            ]
-            began = time.thread_time() if streams is None else streams.mark()
-            together = simulate(encodings)
-            spent = (
-                time.thread_time() - began if streams is None else streams.seconds_between(began, streams.mark())
-            )
-            times.append(spent / ranks)
-            sent, states = together.sent_bytes[0], together.states
-        nbytes = grads[0].numel() * 4
-        exact = ring_bytes(nbytes, ranks)
-        seconds = statistics.median(times[1:])
-        found[name] = CodecSpeed(seconds / nbytes, sent / exact, rounds=spec.rounds)
+        if streams is None or spec.is_exact:  # the backend adds up in one operation
+            run = _run_codec(spec, size, _SEGMENT_ELEMENTS if streams is None else _DEVICE_ELEMENTS, device)
+            found[name] = CodecSpeed(run.seconds / run.nbytes, run.ratio, spec.rounds)
+            continue
+        few, many = (_run_codec(spec, size, elements, device) for elements in (_FEW_ELEMENTS, _DEVICE_ELEMENTS))
+        per_byte = max(0.0, (many.seconds - few.seconds) / (many.nbytes - few.nbytes))
+        per_bucket = max(0.0, many.seconds - per_byte * many.nbytes)
+        found[name] = CodecSpeed(per_byte, many.ratio, spec.rounds, per_bucket)
     return found
+
+
+class _CodecRun(NamedTuple):
+    """An exchange of one gradient, all ranks of which were here."""
+
+    nbytes: int
+    """Of the gradient, in float32."""
+    seconds: float
+    """Of one rank."""
+    ratio: float
+    """Bytes sent over bytes of the exact exchange."""
+
+
+def _run_codec(spec: CodecSpec, size: int, elements: int, device: torch.device) -> _CodecRun:
+    """Encode, add up and decode `elements`, or half of them for each rank of up to four."""
+    ranks, streams = min(size, 4), streams_of(device)
+    codec, side = make_codec(spec), math.isqrt(elements)
+    shape = (side, side) if spec.granularity == "matrix" else (elements * ranks // 2,)
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in range(ranks)]
+    groups = [GroupRank(rank, ranks) for rank in range(ranks)]
+    states = [codec.init(grad, group) for grad, group in zip(grads, groups, strict=True)]
+    times = []
+    sent = 0
+    for _ in range(4):
+        units = [grad.clone() for grad in grads]
+        encodings = [
+            as_encoding(codec.exchange(unit, state, group), unit)
+            for unit, state, group in zip(units, states, groups, strict=True)
+        ]
+        began = time.thread_time() if streams is None else streams.mark()
+        together = simulate(encodings)
+        spent = time.thread_time() - began if streams is None else streams.seconds_between(began, streams.mark())
+        times.append(spent / ranks)
+        sent, states = together.sent_bytes[0], together.states
+    nbytes = grads[0].numel() * 4
+    return _CodecRun(nbytes, statistics.median(times[1:]), sent / ring_bytes(nbytes, ranks))

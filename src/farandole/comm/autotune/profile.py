@@ -85,7 +85,7 @@ def gather_profiles(
         "ready": [round(moment, 6) for moment in times.ready],
         "shares_core": takes_from_backward,
         "speeds": {
-            route: {name: speed.seconds_per_byte for name, speed in measured.items()}
+            route: {name: (speed.seconds_per_byte, speed.seconds_per_bucket) for name, speed in measured.items()}
             for route, measured in speeds.items()
         },
         "intra_host": times.intra_host,
@@ -107,7 +107,7 @@ def gather_profiles(
             circles[route].seat.size,
             any(each["shares_core"] for each in everyone),
             {
-                name: replace(speed, seconds_per_byte=max(each["speeds"][route][name] for each in everyone))
+                name: slowest_codec(speed, [each["speeds"][route][name] for each in everyone])
                 for name, speed in speeds[route].items()
             },
             shards,
@@ -120,6 +120,12 @@ def gather_profiles(
 def _speeds(names: tuple[str, ...], size: int, measure: MeasureCodecs) -> dict[str, CodecSpeed]:
     """Return what codecs cost among `size` ranks; where a rank is alone nothing is sent, and no codec is used."""
     return {NONE: CodecSpeed(0.0, 1.0)} if size == 1 else measure(names, size)
+
+
+def slowest_codec(speed: CodecSpeed, costs: Sequence[Sequence[float]]) -> CodecSpeed:
+    """Return what a codec costs the slowest rank. `costs`: of each rank, seconds per byte and per bucket."""
+    per_byte, per_bucket = map(max, zip(*costs, strict=True))
+    return replace(speed, seconds_per_byte=per_byte, seconds_per_bucket=per_bucket)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter, ready_seconds: float, shards: int) -> Gradient:

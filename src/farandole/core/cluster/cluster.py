@@ -85,6 +85,8 @@ class CodecCost:
     ratio: float
     """Bytes sent over bytes of the exact exchange."""
     rounds: int = 2
+    seconds_per_bucket: Coefficient | None = None
+    """For a bucket of any size, on an accelerator; None: nothing."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,20 @@ class Cluster:
         """Whether ranks compute on CPUs: their backend says so, else the name of the device."""
         backend = self.fingerprint.get("backend")
         return backend == "gloo" if backend else "cpu" in self.device.name.lower()
+
+    @property
+    def codecs_take_compute(self) -> bool:
+        """Whether codecs take their time from the computation: of its core, or of the same accelerator."""
+        return self.device.shares_core or not self.on_cpus
+
+    def knows_codec(self, text: str) -> bool:
+        """Return whether a codec's cost is known: by its text, or by its name alone; on accelerators measured."""
+        found = self.codec_cost(text)
+        return found is not None and (self.on_cpus or found.seconds_per_byte.source != "preset")
+
+    def codec_cost(self, text: str) -> CodecCost | None:
+        """Return what a codec costs: by its text, or by its name alone; None: not known."""
+        return self.codecs.get(text) or self.codecs.get(text.partition(":")[0])
 
     def tier_of(self, ranks: int, stride: int = 1) -> Tier:
         """Return the innermost tier that holds `ranks` ranks that are `stride` apart. The last if none does."""

@@ -28,7 +28,13 @@ _POSITIVE = (
     "bytes_per_second", "line_bytes_per_second", "ratio", "disk_write_bytes_per_second",
     "disk_read_bytes_per_second", "loader_bytes_per_second", "rank_speeds",
 )  # fmt: skip
-_NOT_NEGATIVE = ("launch_seconds", "latency_seconds", "seconds_per_byte", "price_per_rank_hour")
+_NOT_NEGATIVE = (
+    "launch_seconds",
+    "latency_seconds",
+    "seconds_per_byte",
+    "seconds_per_bucket",
+    "price_per_rank_hour",
+)
 _FROM_ONE = ("compute_slowdown", "exchange_slowdown", "ranks", "rounds", "version")
 
 

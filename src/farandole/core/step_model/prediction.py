@@ -48,10 +48,16 @@ class CodecSpeed:
     """What a codec costs a rank."""
 
     seconds_per_byte: float
-    """CPU seconds for each byte of float32 in, encoding and decoding."""
+    """For each byte of float32 in, encoding and decoding: of a core, or of an accelerator."""
     ratio: float
     """Bytes sent over bytes of the exact exchange; not used for low-rank codecs."""
     rounds: int = 2
+    seconds_per_bucket: float = 0.0
+    """For a bucket of any size: on an accelerator its operations are started one by one."""
+
+    def seconds(self, nbytes: float) -> float:
+        """Return what a bucket of so many bytes of float32 takes."""
+        return nbytes * self.seconds_per_byte + self.seconds_per_bucket
 
 
 @dataclass(frozen=True)
@@ -128,7 +134,7 @@ def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Seque
     whole = sum(gradient.nbytes for gradient in bucket)
     nbytes = whole / profile.shards
     sent = sum(sent_bytes(gradient, codec, speed, profile.ranks) for gradient in bucket) / profile.shards
-    cpu = nbytes * speed.seconds_per_byte + 2 * sent * link.cpu_seconds_per_byte
+    cpu = speed.seconds(nbytes) + 2 * sent * link.cpu_seconds_per_byte
     return BucketLoad(
         nbytes,
         sent,

@@ -76,27 +76,19 @@ def exchange_gradients(
         return cost
     link = rates.link(operation, group.ranks, group.stride)
     works = [bucket_work(each, group, rates, operation=operation, route=route) for each in buckets.kinds]
-    everything, codec_cpu = Spent(), 0.0
+    everything, coded = Spent(), Spent()
     for work, count in zip(works, buckets.counts, strict=True):
         everything.add(link.spent(work.sent), count)
         everything.add(work.inside, count)
-        codec_cpu += count * work.cpu_seconds
+        coded.add(work.coding, count)
     whole = _exposed(buckets, works, link, backward, rates, overlaps=overlaps)
     exact = whole
-    if codec_cpu:
-        without = [work._replace(cpu_seconds=0.0) for work in works]
+    if coded.seconds:
+        without = [work._replace(coding=Spent()) for work in works]
         exact = _exposed(buckets, without, link, backward, rates, overlaps=overlaps)
     cost.data, cost.slower_compute = everything.scaled_to(exact.exposed), exact.slower
-    if codec_cpu:
-        features: dict[str, float] = {}
-        for bucket, work, count in zip(buckets.kinds, works, buckets.counts, strict=True):
-            known = rates.codec(bucket.codec)
-            if known is not None and work.cpu_seconds:
-                name = f"codecs.{bucket.codec}.seconds_per_byte"
-                coded = work.cpu_seconds / rates.slow(known.seconds_per_byte)
-                features[name] = features.get(name, 0.0) + count * coded
-        more = max(0.0, whole.exposed + whole.slower - exact.exposed - exact.slower)
-        cost.codec = Spent(codec_cpu, features).scaled_to(more)
+    if coded.seconds:
+        cost.codec = coded.scaled_to(max(0.0, whole.exposed + whole.slower - exact.exposed - exact.slower))
     return cost
 
 
@@ -106,8 +98,13 @@ class ExchangeWork(NamedTuple):
     sent: CollectiveWork
     inside: Spent
     """Before they leave the host."""
-    cpu_seconds: float
+    coding: Spent
     """What a codec takes."""
+
+    @property
+    def codec_seconds(self) -> float:
+        """The same in seconds."""
+        return self.coding.seconds
 
 
 class _Overlap(NamedTuple):
@@ -132,15 +129,16 @@ def _exposed(
     )  # fmt: skip
     if not overlaps:
         return _Overlap(
-            free + sum(n * work.cpu_seconds for work, n in zip(works, buckets.counts, strict=True)), 0.0
+            free + sum(n * work.codec_seconds for work, n in zip(works, buckets.counts, strict=True)), 0.0
         )
-    slow, shares_core = rates.compute_slowdown, rates.cluster.device.shares_core
+    slow, shares_core = rates.compute_slowdown, rates.cluster.codecs_take_compute
+    segment_bytes = _SEGMENT_BYTES if rates.cluster.on_cpus else float("inf")  # whole buckets on accelerators
     busy_link = LinkModel(link.bytes_per_second / rates.exchange_slowdown, link.latency_seconds)
     loads = [
         BucketLoad(
             bucket.gradient_bytes, work.sent.sent_bytes, work.sent.rounds, 0.0,
-            intra_host_seconds=work.inside.seconds, cpu_seconds=work.cpu_seconds,
-            decode_seconds=work.cpu_seconds / (2 * max(1.0, bucket.gradient_bytes // _SEGMENT_BYTES)),
+            intra_host_seconds=work.inside.seconds, cpu_seconds=work.codec_seconds,
+            decode_seconds=work.codec_seconds / (2 * max(1.0, bucket.gradient_bytes // segment_bytes)),
         )
         for bucket, work in zip(buckets.kinds, works, strict=True)
     ]  # fmt: skip
@@ -161,7 +159,7 @@ def bucket_work(
     """Return what a bucket asks for. See docs/routes.md for what codecs send on each route."""
     exact = collective_work(operation, group.ranks, bucket.nbytes)
     if bucket.codec == NONE:
-        return ExchangeWork(exact, Spent(), 0.0)
+        return ExchangeWork(exact, Spent(), Spent())
     known = rates.codec(bucket.codec)
     ratio = bucket.sent_ratio if known is None or not known.ratio else min(bucket.sent_ratio, known.ratio)
     rounds = 2 if known is None else known.rounds
@@ -169,21 +167,29 @@ def bucket_work(
     nbytes = float(bucket.gradient_bytes)
     if hosts == 1 and route != "flat":
         if operation == "reduce_scatter":  # inside one host nothing is packed
-            return ExchangeWork(exact, Spent(), 0.0)
-        return ExchangeWork(CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), _cpu(nbytes, rates, bucket))
+            return ExchangeWork(exact, Spent(), Spent())
+        return ExchangeWork(
+            CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), _coding(nbytes, rates, bucket.codec)
+        )
     if local > 1 and hosts > 1 and route in ("auto", "hierarchical"):
         inside = rates.exchange("all_reduce", local, group.stride, nbytes)
         sent = collective_work(operation, hosts, nbytes).sent_bytes * ratio
-        return ExchangeWork(CollectiveWork(sent, rounds), inside, _cpu(nbytes / local, rates, bucket))
+        return ExchangeWork(CollectiveWork(sent, rounds), inside, _coding(nbytes / local, rates, bucket.codec))
     sent = collective_work(operation, group.ranks, nbytes).sent_bytes * ratio
     # Without memory of the host, a link carries what all of its ranks send.
     work = CollectiveWork(sent * local if hosts > 1 else sent, rounds)
-    return ExchangeWork(work, Spent(), _cpu(nbytes, rates, bucket))
+    return ExchangeWork(work, Spent(), _coding(nbytes, rates, bucket.codec))
 
 
-def _cpu(nbytes: float, rates: Rates, bucket: BucketKind) -> float:
-    known = rates.codec(bucket.codec)
-    return 0.0 if known is None else nbytes * rates.slow(known.seconds_per_byte)
+def _coding(nbytes: float, rates: Rates, codec: str) -> Spent:
+    known = rates.codec(codec)
+    if known is None:
+        return Spent()
+    path, per_bucket = f"codecs.{codec}", known.seconds_per_bucket
+    spent = Spent(nbytes * rates.slow(known.seconds_per_byte), {f"{path}.seconds_per_byte": nbytes})
+    if per_bucket is not None:
+        spent.add(Spent(rates.slow(per_bucket), {f"{path}.seconds_per_bucket": 1.0}))
+    return spent
 
 
 def calls_of(buckets: BucketTable, group: ExchangeGroup, operation: str, count: int) -> list[CollectiveCalls]:
@@ -208,7 +214,6 @@ def gather_rows(
     if group.ranks == 1:
         return spent, calls
     codec = layout.plan.weight_codec
-    known = rates.codec(codec) if codec != NONE else None
     for (nbytes, element), count in chunks.items():
         packs = codec != NONE and element == _FLOAT32_BYTES
         calls.append(
@@ -216,9 +221,8 @@ def gather_rows(
         )  # fmt: skip
         sent = nbytes * (coded_share(codec) if packs else 1.0)
         spent.add(rates.exchange("all_gather", group.ranks, group.stride, sent), count)
-        if known is not None and packs:
-            seconds = nbytes * rates.slow(known.seconds_per_byte)
-            spent.add(Spent(seconds, {f"codecs.{codec}.seconds_per_byte": float(nbytes)}), count)
+        if packs:
+            spent.add(_coding(float(nbytes), rates, codec), count)
     return spent, calls
 
 

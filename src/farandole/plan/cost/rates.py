@@ -231,8 +231,7 @@ class Rates:
 
     def codec(self, text: str) -> CodecCost | None:
         """Return what a codec costs: by its text, or by its name alone; None: not known."""
-        codecs = self.cluster.codecs
-        found = codecs.get(text) or codecs.get(text.partition(":")[0])
+        found = self.cluster.codec_cost(text)
         if found is None and text != NONE:
             self.assumed.add(f"codecs has no {text!r}: its CPU time is left out")
         return found

@@ -78,7 +78,7 @@ def work_of(profile: ModelProfile, cluster: Cluster, candidate: Candidate, predi
         keeps_in_step=keeps,
         optimizer_seconds=prediction.terms.get("optimizer", 0.0),
         data_seconds=prediction.terms.get("loader", 0.0),
-        shares_core=cluster.device.shares_core,
+        shares_core=cluster.codecs_take_compute,
         rank_samples=candidate.global_batch // layout.sample_ranks,
     )
     straggling = prediction.terms.get("straggler", 0.0)
@@ -152,7 +152,7 @@ def _of_stage(
         found.append(
             GradientBucket(
                 bucket.gradient_bytes, asked.sent.sent_bytes, asked.sent.rounds, min(before, ready), ready,
-                asked.cpu_seconds, asked.inside.seconds,
+                asked.codec_seconds, asked.inside.seconds,
             )
         )  # fmt: skip
         before = ready

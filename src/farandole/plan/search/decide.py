@@ -9,6 +9,7 @@ from functools import partial
 from ...core.cluster.cluster import Cluster
 from ...core.cluster.resize import with_ranks
 from ...core.schedule.build import build_schedule
+from ...core.step_model.prediction import CANDIDATES
 from ..cost.predict import predict as predict_fully
 from ..model.profile import ModelProfile
 from .in_words import in_words
@@ -208,10 +209,9 @@ def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Clus
         if fixed_is_lossy(request.fixed):
             return []
         return [f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)']
-    if request.allow_lossy:
-        return []
-    why = "(--allow-lossy)" if cluster.on_cpus else "(how fast they are on an accelerator is not known here)"
-    return [f"lossy codecs were not considered {why}"]
+    if not any(map(cluster.knows_codec, CANDIDATES[1:])):
+        return ["lossy codecs were not considered (how fast they are here was not measured: farandole measure)"]
+    return [] if request.allow_lossy else ["lossy codecs were not considered (--allow-lossy)"]
 
 
 def _drawn(found: Found) -> tuple[DrawnPlan, ...]:

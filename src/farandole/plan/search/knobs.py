@@ -52,9 +52,9 @@ def is_lossy(plan: Plan) -> bool:
 
 
 def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
-    if "codec" in request.fixed or not request.allow_lossy or not cluster.on_cpus:  # whose speeds are known
+    if "codec" in request.fixed or not request.allow_lossy or (layout.zero and not cluster.on_cpus):
         return [NONE]
-    return [NONE, *(name for name in CANDIDATES if name in cluster.codecs and _works(name, layout))]
+    return [NONE, *(name for name in CANDIDATES if cluster.knows_codec(name) and _works(name, layout))]
 
 
 def _works(codec: str, layout: SearchLayout) -> bool:

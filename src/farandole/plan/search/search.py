@@ -29,7 +29,6 @@ from ..model.profile import ModelProfile
 from .bounds import Bounds, Floor
 from .knobs import settings_of
 from .layout import SearchLayout
-from .other_clusters import ranks_per_host
 from .refine import refined
 from .request import SearchRequest
 from .result import PredictedPlan
@@ -135,12 +134,7 @@ _DEFAULTS = tuple(Plan().to_mapping().items())
 class _Search:
     def __init__(self, question: SearchQuestion) -> None:
         self._profile, self._cluster, self._request, self._predict, self._limit_bytes = question
-        self._space = Space(
-            self._profile,
-            self._request,
-            ranks_per_host=ranks_per_host(self._cluster),
-            on_cpus=self._cluster.on_cpus,
-        )
+        self._space = Space(self._profile, self._request, self._cluster)
         self._found = Found()
         self._best: dict[str, float] = {}
         """Score by family."""

@@ -13,6 +13,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from ...core.cluster.cluster import Cluster
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
@@ -20,6 +21,7 @@ from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..model.division import layers_of, of_experts, of_sequences, of_shards, of_stages, of_tensor
 from ..model.profile import ModelProfile
 from .layout import SearchLayout
+from .other_clusters import ranks_per_host
 from .request import FEWER_RANKS, SearchRequest
 
 MOST_CHUNKS = 4
@@ -30,11 +32,8 @@ MOST_MICRO_BATCHES = 512
 class Space:
     """The layouts of a request. Iterate once; afterwards `reasons` says what is not there."""
 
-    def __init__(
-        self, profile: ModelProfile, request: SearchRequest, *, ranks_per_host: int, on_cpus: bool = True
-    ) -> None:
-        self._profile, self._request, self._ranks_per_host = profile, request, ranks_per_host
-        self._on_cpus = on_cpus
+    def __init__(self, profile: ModelProfile, request: SearchRequest, cluster: Cluster) -> None:
+        self._profile, self._request, self._cluster = profile, request, cluster
         self.reasons: dict[str, dict[str, int]] = {}
         """By family: why layouts are not there, and how many."""
         self._allowed: dict[tuple[Any, ...], str] = {}
@@ -105,19 +104,22 @@ class Space:
         )
 
     def _of_hosts(self, degree: int) -> str:
-        inside = self._ranks_per_host
+        inside = ranks_per_host(self._cluster)
         if degree > inside and "tensor" not in self._request.fixed:
             return f"tensor = {degree} would cross hosts of {inside} ranks (fix it to have it looked at)"
         return ""
 
     def _of_device(self, zero: int) -> str:
-        if self._on_cpus:
+        if self._cluster.on_cpus:
             return ""
-        codecs = [name for name in ("codec", "weight_codec") if self._request.fixed.get(name, NONE) != NONE]
-        what = f"ZeRO-{zero}" if 0 < zero < MOST_ZERO else "".join(codecs[:1])
-        if what in codecs:
-            return f"how fast {what} is on an accelerator is not known to the planner"
-        return f"{what} takes tensors in the memory of a CPU" if what else ""
+        if 0 < zero < MOST_ZERO:
+            return f"ZeRO-{zero} takes tensors in the memory of a CPU"
+        fixed = self._request.fixed
+        codec = fixed.get("codec", NONE)
+        if codec != NONE and not self._cluster.knows_codec(codec):
+            return f"how fast {codec} is on an accelerator was not measured (farandole measure)"
+        unknown = [name for name in ("codec", "weight_codec") if zero and fixed.get(name, NONE) != NONE]
+        return f"how fast {unknown[0]} is at ZeRO-{zero} on an accelerator is not known" if unknown else ""
 
     def _of_samples(self, base: SearchLayout) -> str:
         batch, ranks, passes = self._request.global_batch, base.sample_ranks, self._are_fixed(base) or 1

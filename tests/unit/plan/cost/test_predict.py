@@ -89,6 +89,30 @@ def test_terms_and_features_add_up(name: str) -> None:
     assert all(each.state_bytes > 0 for each in prediction.memory), prediction.memory
 
 
+@pytest.mark.parametrize("route", ["auto", "flat"])
+def test_codecs_on_accelerators_cost_something_for_each_bucket(route: Any) -> None:
+    """They take it from the computation, and features say how often."""
+    codecs = {"int8": CodecCost(Coefficient(2e-11), 0.26, 2, Coefficient(4e-4))}
+    cluster = replace(cluster_of(4, RANKS), codecs=codecs, fingerprint={"backend": "nccl"})
+    free = replace(cluster, codecs={"int8": replace(codecs["int8"], seconds_per_bucket=None)})
+    profile = transformer(layers=8, hidden=256, sequence=64, heads=8)
+    before = 0.0
+    for nbytes in (2**24, 2**20, 2**17):
+        plan = Plan(codec="int8", route=route, bucket_bytes=nbytes, first_bucket_bytes=nbytes)
+        found, without = (predict(profile, each, Candidate(plan, RANKS, BATCH)) for each in (cluster, free))
+        linear = sum(count * value_of(cluster, path) for path, count in found.features.items())
+        if route == "flat":  # else sums inside of hosts are in the computation, which no feature names
+            assert linear == pytest.approx(found.seconds)
+        assert sum(found.terms.values()) == pytest.approx(found.seconds)
+        more = found.seconds - without.seconds
+        assert more > before
+        assert found.features["codecs.int8.seconds_per_bucket"] > 0
+        before = more
+    on_cpus = replace(cluster, fingerprint={"backend": "gloo"})
+    assert cluster.codecs_take_compute
+    assert not on_cpus.codecs_take_compute
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_faster_links_are_no_slower_and_nothing_beats_the_hardware(name: str) -> None:
     before = float("inf")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster
+from farandole.core.cluster.cluster import Cluster, CodecCost
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
@@ -37,7 +37,7 @@ LIMIT = 16_000_000_000
 def everything(question: SearchQuestion) -> Iterator[PredictedPlan]:
     """Yield every plan of a request that fits, with its prediction: no bound, no order, no budget."""
     profile, cluster, request, predicting, limit_bytes = question
-    for _, layouts in Space(profile, request, ranks_per_host=cluster.tiers[0].ranks):
+    for _, layouts in Space(profile, request, cluster):
         for layout in layouts:
             for tuned in settings_of(layout, request, cluster):
                 try:
@@ -115,7 +115,7 @@ def test_floors_are_below_predictions() -> None:
     request = SearchRequest(8, 32, precisions=("fp32", "bf16"))
     bounds = Bounds(profile, cluster)
     checked = 0
-    for number, (base, layouts) in enumerate(Space(profile, request, ranks_per_host=4)):
+    for number, (base, layouts) in enumerate(Space(profile, request, cluster)):
         if number % 3:
             continue
         some = layouts[:: max(1, len(layouts) // 4)]
@@ -168,26 +168,50 @@ def test_families_are_complete() -> None:
 def test_schedules_are_all_looked_at() -> None:
     """Each schedule of the product is proposed somewhere."""
     request = SearchRequest(4, 32, fixed={"pipeline": 4}, effort=100_000)
-    space = Space(make_profile(blocks=16), request, ranks_per_host=4)
+    space = Space(make_profile(blocks=16), request, make_cluster())
     found = {(layout.schedule, layout.chunks) for _, layouts in space for layout in layouts}
     assert found == {("gpipe", 0), ("1f1b", 0), ("zb-h1", 0), ("zb-v", 0), ("interleaved", 2), ("interleaved", 4)}
 
 
+def guessed(codecs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
+    """Return codecs as a preset has them."""
+    return {
+        name: replace(cost, seconds_per_byte=replace(cost.seconds_per_byte, source="preset"))
+        for name, cost in codecs.items()
+    }
+
+
 def test_on_accelerators_nothing_is_proposed_that_takes_a_cpus_memory() -> None:
-    """ZeRO-1 and 2 and codecs, which `fd.distribute` refuses there."""
+    """ZeRO-1 and 2, which `fd.distribute` refuses there, and codecs that were not measured, or with shards."""
     profile, request = make_profile(), SearchRequest(8, 64, allow_lossy=True, effort=100_000)
     here = make_cluster(codecs=True)
-    there = replace(here, fingerprint={"backend": "nccl"})
+    known = replace(here, fingerprint={"backend": "nccl"})
+    there = replace(known, codecs=guessed(here.codecs))
     seen = []
-    for cluster in (here, there):
+    for cluster in (here, there, known):
         options = find(SearchQuestion(profile, cluster, request, predict_plainly, LIMIT)).options
         plans = [option.candidate.plan for option in options]
-        seen.append(({plan.zero for plan in plans}, {plan.codec for plan in plans} > {NONE}))
+        seen.append(({plan.zero for plan in plans}, {plan.zero for plan in plans if plan.codec != NONE}))
     assert seen[0][0] >= {0, 1, 2, 3}
-    assert seen == [(seen[0][0], True), ({0, 3}, False)]
+    assert seen == [(seen[0][0], {0, 1, 2, 3}), ({0, 3}, set()), ({0, 3}, {0})]
     fixed = SearchRequest(8, 64, fixed=parse_fixed(["codec=int8"]), effort=200)
-    with pytest.raises(PlanError, match="how fast codec is on an accelerator is not known to the planner"):
+    with pytest.raises(PlanError, match="how fast int8 is on an accelerator was not measured"):
         find(SearchQuestion(profile, there, fixed, predict_plainly, LIMIT))
+    options = find(SearchQuestion(profile, known, fixed, predict_plainly, LIMIT)).options
+    assert {(option.candidate.plan.zero, option.candidate.plan.codec) for option in options} == {(0, "int8")}
+
+
+def test_what_is_said_of_lossy_codecs() -> None:
+    here = make_cluster(codecs=True)
+    there = replace(here, fingerprint={"backend": "nccl"}, codecs=guessed(here.codecs))
+    unknown = "lossy codecs were not considered (how fast they are here was not measured: farandole measure)"
+    for cluster, allowed, said in (
+        (here, False, "lossy codecs were not considered (--allow-lossy)"),
+        (there, False, unknown), (there, True, unknown), (make_cluster(), True, unknown),
+    ):  # fmt: skip
+        request = SearchRequest(8, 64, allow_lossy=allowed, effort=50)
+        answer = search(make_profile(), cluster, request, predict_plainly)
+        assert [each for each in answer.warnings if "were not considered" in each] == [said]
 
 
 def test_fixed_keys_hold() -> None:
