@@ -46,9 +46,11 @@ def test_codecs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) 
         costs = measure_codec_costs(world, 1.0)
     assert tuple(costs) == CANDIDATES
     for name, cost in costs.items():
-        assert cost.seconds_per_bucket is not None
-        assert cost.seconds_per_bucket.source == cost.seconds_per_byte.source == "measured"
-        assert cost.seconds_per_byte.value + cost.seconds_per_bucket.value > 0, name
+        assert cost.seconds_per_byte.source == "measured"
+        assert (cost.seconds_per_bucket is None) == (name == "none"), "the backend adds up at once"
+    # Each operation of the simulation takes microseconds, so that some 20 of them are more than a millionth.
+    launches = [cost.seconds_per_bucket.value for cost in costs.values() if cost.seconds_per_bucket is not None]
+    assert max(launches) > 1e-6
     assert costs["bf16"].ratio == 0.5
     assert all_gather_json(world, "costs", repr(costs)) == [repr(costs)] * 2
 

@@ -45,7 +45,10 @@ def small_cluster(**changes: object) -> Cluster:
         'two "racks", ö',
         device,
         (Tier("host", 2, collectives), Tier("network", 4, collectives, Coefficient(1.25e8))),
-        {"powersgd:rank=4": CodecCost(Coefficient(1.5e-9), 0.03125, 4), "none": CodecCost(Coefficient(0.0), 1.0)},
+        {
+            "powersgd:rank=4": CodecCost(Coefficient(1.5e-9), 0.03125, 4, Coefficient(1e-4)),
+            "none": CodecCost(Coefficient(0.0), 1.0),
+        },
         compute_slowdown=Coefficient(1.25),
         disk_write_bytes_per_second=Coefficient(2.5e8),
         rank_speeds={3: 0.66},

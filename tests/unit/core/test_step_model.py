@@ -11,7 +11,15 @@ from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
 from farandole.core.step_model.local_steps import predict_local_steps
-from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile, buckets_of, predict_step
+from farandole.core.step_model.prediction import (
+    CodecSpeed,
+    Gradient,
+    StepProfile,
+    buckets_of,
+    loads_of,
+    predict_step,
+    slowest_speed,
+)
 from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
@@ -100,3 +108,26 @@ def test_ranks_meet_as_often_as_meetings_cost_a_twentieth() -> None:
     fast, slow = (replace(link, bytes_per_second=each) for each in (1e12, 1e3))
     assert predict_local_steps(profile, fast, "int8").steps == 10
     assert predict_local_steps(profile, slow, "int8").steps == 100
+
+
+def test_a_codec_on_a_device_costs_something_for_each_bucket_or_matrix_and_takes_turns() -> None:
+    gradients = [Gradient(name, 4_000_000, 1.0, 1000, 1000, True, True) for name in "abcd"]
+    speeds = {name: CodecSpeed(1e-9, 0.25, seconds_per_bucket=0.5) for name in ("none", "int8", "powersgd:rank=4")}
+    link = LinkModel(1e6, 0.0)
+    profile = StepProfile(gradients, 0.0, 1.0, 2, shares_core=True, speeds=speeds)
+    whole = BucketPlan(dict.fromkeys("abcd", "int8"), 8_000_000)
+    assert [load.cpu_seconds for load in loads_of(profile, link, whole)] == pytest.approx([0.508, 0.508])
+    plan = BucketPlan(dict.fromkeys("abcd", "powersgd:rank=4"), 8_000_000)
+    assert [load.cpu_seconds for load in loads_of(profile, link, plan)] == pytest.approx([1.008, 1.008])
+    turns = replace(profile, takes_turns=True)
+    (first, _), (beside, _) = (loads_of(each, link, whole) for each in (turns, profile))
+    assert first.on_link(link) == pytest.approx(first.cpu_seconds + link.seconds(first.sent_bytes, first.rounds))
+    assert beside.on_link(link) == pytest.approx(link.seconds(first.sent_bytes, first.rounds))
+    assert (first.decode_seconds, beside.decode_seconds > 0) == (0.0, True)
+
+
+def test_the_slowest_rank_is_one_rank() -> None:
+    """Each has its two figures: from the largest of both followed a rank that there is not."""
+    speed = CodecSpeed(0.0, 0.5)
+    found = slowest_speed(speed, [(0.0, 1e-3), (1e-3 / 2**20, 0.0), (1e-4 / 2**20, 5e-4)])
+    assert (found.seconds_per_byte, found.seconds_per_bucket, found.ratio) == (1e-3 / 2**20, 0.0, 0.5)

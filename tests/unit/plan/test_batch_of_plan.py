@@ -58,6 +58,19 @@ def test_codecs_are_looked_at_when_they_may_be_lossy() -> None:
     assert list(sharded.hiding) == ["none", "int8"], "a plan that cannot have the codec is not looked at with it"
 
 
+def test_on_accelerators_codecs_are_looked_at_where_they_were_measured() -> None:
+    guessed = replace(CODED, fingerprint={"backend": "nccl"})
+    costs = {
+        name: replace(cost, seconds_per_byte=Coefficient(1e-12, "measured")) for name, cost in CODED.codecs.items()
+    }
+    measured = replace(guessed, codecs=costs)
+    looked_at = [
+        list(advise_plan(PROFILE, cluster, Candidate(Plan(zero=zero), 8, 64), allow_lossy=True).hiding)[:2]
+        for cluster, zero in ((guessed, 0), (measured, 0), (measured, 3))
+    ]
+    assert looked_at == [["none"], ["none", "int8"], ["none"]]
+
+
 def test_what_does_not_fit_is_not_in_the_table() -> None:
     small = replace(CLUSTER, device=replace(CLUSTER.device, memory_bytes=Coefficient(30e6)))
     advice = advise_plan(PROFILE, small, Candidate(Plan(), 8, 64), critical_batch=1e6)

@@ -11,12 +11,11 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import CodecCost
 from ...core.cluster.coefficient import Coefficient
-from ...core.step_model.prediction import CANDIDATES, CodecSpeed
+from ...core.step_model.prediction import CANDIDATES, CodecSpeed, slowest_speed
+from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES
 from .figures import measured, seconds_figure
 from .rounds import Case, sample
-
-_BUCKET_BYTES = 25 * 2**20
-"""A case is narrow when the time of such a bucket is."""
 
 
 def measure_codec_costs(world: World, seconds: float) -> dict[str, CodecCost]:
@@ -29,18 +28,21 @@ def measure_codec_costs(world: World, seconds: float) -> dict[str, CodecCost]:
     def measure(name: str, _: int) -> float:
         size = max(2, world.size)  # one rank: as if it had a peer
         runs[name].append(measure_codecs((name,), size, world.device)[name])
-        return runs[name][-1].seconds(_BUCKET_BYTES)
+        return runs[name][-1].seconds(DEVICE_BUCKET_BYTES)
 
     sample(world, [Case(name, 1.0, partial(measure, name)) for name in CANDIDATES], seconds)
     costs = {name: [(run.seconds_per_byte, run.seconds_per_bucket) for run in each] for name, each in runs.items()}
     everyone = all_gather_json(world, "measure/codecs", costs)
-    has_fixed = streams_of(world.device) is not None
+    is_device = streams_of(world.device) is not None
     found = {}
     for name, (run, *_) in runs.items():
         rounds = zip(*(costs[name] for costs in everyone), strict=True)
-        slowest = [tuple(map(max, zip(*round_, strict=True))) for round_ in rounds]
-        per_byte, per_bucket = (_figure(column) for column in zip(*slowest, strict=True))
-        found[name] = CodecCost(per_byte, float(f"{run.ratio:.6g}"), run.rounds, per_bucket if has_fixed else None)
+        slowest = [slowest_speed(run, round_) for round_ in rounds]
+        found[name] = CodecCost(
+            _figure([each.seconds_per_byte for each in slowest]), float(f"{run.ratio:.6g}"), run.rounds,
+            _figure([each.seconds_per_bucket for each in slowest])
+            if is_device and not CodecSpec.parse(name).is_exact else None,
+        )  # fmt: skip
     return found
 
 

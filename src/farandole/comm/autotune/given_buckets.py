@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from ...core.step_model.bucket_plan import BucketPlan
 from ...core.step_model.comm_cost import ring_factor
 from ...core.step_model.link import LinkModel
-from ...core.step_model.prediction import CANDIDATES, Gradient, StepProfile, predict_step
+from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile, predict_step
 from ...core.vocabulary.codec_spec import CodecSpec, low_rank_pays
 from ..transport.rank_group import RankGroup
 from ..transport.transport import Transport
@@ -93,7 +92,10 @@ def choose_for_buckets(
         max(ready),
         across.seat.size,
         bool(slowest[0]),
-        {name: replace(speeds[name], seconds_per_byte=cost) for name, cost in zip(names, costs, strict=True)},
+        {
+            name: CodecSpeed(cost, speeds[name].ratio, speeds[name].rounds)
+            for name, cost in zip(names, costs, strict=True)
+        },
         shards,
         intra_host_seconds,
         intra_host_round_seconds,

@@ -173,5 +173,5 @@ class DeviceAutotuner(Autotuner):
         seen = self._measures.passes()[-PROFILED_STEPS:] or self._passes[1:]
         return gather_profiles(
             self._world, self._plan, self._routes, self._parameters, local_times(seen, self._measures.inside()),
-            measure=self._measures.speeds, takes_from_backward=True,
+            measure=self._measures.speeds, on_device=True,
         )  # fmt: skip

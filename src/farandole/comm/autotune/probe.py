@@ -214,8 +214,8 @@ def _run_codec(spec: CodecSpec, size: int, elements: int, device: torch.device) 
     ranks, streams = min(size, 4), streams_of(device)
     codec, side = make_codec(spec), math.isqrt(elements)
     shape = (side, side) if spec.granularity == "matrix" else (elements * ranks // 2,)
-    generator = torch.Generator().manual_seed(1)
-    grads = [torch.randn(shape, dtype=torch.float32, generator=generator).to(device) for _ in range(ranks)]
+    generator = torch.Generator(device).manual_seed(1)
+    grads = [torch.randn(shape, dtype=torch.float32, generator=generator, device=device) for _ in range(ranks)]
     groups = [GroupRank(rank, ranks) for rank in range(ranks)]
     states = [codec.init(grad, group) for grad, group in zip(grads, groups, strict=True)]
     times = []

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile
+from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile, slowest_speed
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.spec import Plan
 from ..codecs.eligibility import can_have, pattern_for
@@ -67,15 +67,13 @@ def gather_profiles(
     times: LocalTimes,
     *,
     measure: MeasureCodecs = measure_codecs,
-    takes_from_backward: bool | None = None,
+    on_device: bool = False,
 ) -> dict[str, StepProfile]:
     """Return the profile of a step by route, the same on all ranks. Called by all ranks.
 
-    `measure`: what tells the cost of codecs. `takes_from_backward`: whether they compute where the backward pass
-    does; None: by cores.
+    `measure`: what tells the cost of codecs. `on_device`: whether they compute on the accelerator of the backward
+    pass, and one stream has them and their messages.
     """
-    if takes_from_backward is None:
-        takes_from_backward = len(os.sched_getaffinity(0)) <= torch.get_num_threads()
     names = CANDIDATES if plan.lossy else CANDIDATES[:1]
     circles = {name: each.slices[0] if each.memory is None else each.across for name, each in routes.items()}
     speeds = {route: _speeds(names, circle.seat.size, measure) for route, circle in circles.items()}
@@ -83,7 +81,7 @@ def gather_profiles(
         "forward": times.forward,
         "backward": times.backward,
         "ready": [round(moment, 6) for moment in times.ready],
-        "shares_core": takes_from_backward,
+        "shares_core": on_device or len(os.sched_getaffinity(0)) <= torch.get_num_threads(),
         "speeds": {
             route: {name: (speed.seconds_per_byte, speed.seconds_per_bucket) for name, speed in measured.items()}
             for route, measured in speeds.items()
@@ -107,12 +105,13 @@ def gather_profiles(
             circles[route].seat.size,
             any(each["shares_core"] for each in everyone),
             {
-                name: slowest_codec(speed, [each["speeds"][route][name] for each in everyone])
+                name: slowest_speed(speed, [each["speeds"][route][name] for each in everyone])
                 for name, speed in speeds[route].items()
             },
             shards,
             max(each["intra_host"][0] for each in everyone) if shards > 1 else 0.0,
             max(each["intra_host"][1] for each in everyone) if shards > 1 else 0.0,
+            takes_turns=on_device,
         )
     return profiles
 
@@ -120,12 +119,6 @@ def gather_profiles(
 def _speeds(names: tuple[str, ...], size: int, measure: MeasureCodecs) -> dict[str, CodecSpeed]:
     """Return what codecs cost among `size` ranks; where a rank is alone nothing is sent, and no codec is used."""
     return {NONE: CodecSpeed(0.0, 1.0)} if size == 1 else measure(names, size)
-
-
-def slowest_codec(speed: CodecSpeed, costs: Sequence[Sequence[float]]) -> CodecSpeed:
-    """Return what a codec costs the slowest rank. `costs`: of each rank, seconds per byte and per bucket."""
-    per_byte, per_bucket = map(max, zip(*costs, strict=True))
-    return replace(speed, seconds_per_byte=per_byte, seconds_per_bucket=per_bucket)
 
 
 def _gradient(name: str, parameter: torch.nn.Parameter, ready_seconds: float, shards: int) -> Gradient:

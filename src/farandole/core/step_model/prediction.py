@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ..vocabulary.codec_spec import NONE, CodecSpec
+from ..vocabulary.spec import DEVICE_BUCKET_BYTES
 from .bucket_plan import BucketPlan, plan_buckets
 from .comm_cost import ring_factor
 from .link import LinkModel
@@ -55,9 +56,18 @@ class CodecSpeed:
     seconds_per_bucket: float = 0.0
     """For a bucket of any size: on an accelerator its operations are started one by one."""
 
-    def seconds(self, nbytes: float) -> float:
-        """Return what a bucket of so many bytes of float32 takes."""
-        return nbytes * self.seconds_per_byte + self.seconds_per_bucket
+    def seconds(self, nbytes: float, starts: int = 1) -> float:
+        """Return what a bucket of so many bytes of float32 takes; a codec of matrices `starts` with each."""
+        return nbytes * self.seconds_per_byte + starts * self.seconds_per_bucket
+
+
+def slowest_speed(speed: CodecSpeed, costs: Sequence[Sequence[float]]) -> CodecSpeed:
+    """Return what a codec costs the rank to which a bucket of `DEVICE_BUCKET_BYTES` costs most.
+
+    `costs`: of each rank, seconds per byte and per bucket. `speed`: of any.
+    """
+    ranks = [replace(speed, seconds_per_byte=a, seconds_per_bucket=b) for a, b in costs]
+    return max(ranks, key=lambda each: each.seconds(DEVICE_BUCKET_BYTES))
 
 
 @dataclass(frozen=True)
@@ -80,6 +90,8 @@ class StepProfile:
     """For each byte of a whole bucket: reduce-scatter and all-gather inside the host."""
     intra_host_round_seconds: float = 0.0
     """The same for a very small bucket."""
+    takes_turns: bool = False
+    """See `BucketLoad`."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +146,8 @@ def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Seque
     whole = sum(gradient.nbytes for gradient in bucket)
     nbytes = whole / profile.shards
     sent = sum(sent_bytes(gradient, codec, speed, profile.ranks) for gradient in bucket) / profile.shards
-    cpu = speed.seconds(nbytes) + 2 * sent * link.cpu_seconds_per_byte
+    starts = len(bucket) if _spec(codec).is_low_rank else 1
+    cpu = speed.seconds(nbytes, starts) + 2 * sent * link.cpu_seconds_per_byte
     return BucketLoad(
         nbytes,
         sent,
@@ -144,7 +157,8 @@ def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Seque
         intra_host_seconds=whole * profile.intra_host_seconds_per_byte + profile.intra_host_round_seconds,
         cpu_seconds=cpu,
         # The last segment is decoded when all others are.
-        decode_seconds=cpu / (2 * max(1.0, nbytes // _SEGMENT_BYTES)),
+        decode_seconds=0.0 if profile.takes_turns else cpu / (2 * max(1.0, nbytes // _SEGMENT_BYTES)),
+        takes_turns=profile.takes_turns,
     )
 
 

@@ -40,6 +40,13 @@ class BucketLoad(NamedTuple):
     """CPU time while it is on its way: a codec that takes segments, and the socket calls."""
     decode_seconds: float = 0.0
     """Work after it has arrived, before its gradients can be used."""
+    takes_turns: bool = False
+    """Whether `cpu_seconds` are not beside its messages, but before and behind: a stream of a device does both."""
+
+    def on_link(self, link: LinkModel) -> float:
+        """Return how long it is on its way, after the exchange inside the host."""
+        sent = link.seconds(self.sent_bytes, self.rounds)
+        return sent + self.cpu_seconds if self.takes_turns else max(sent, self.cpu_seconds)
 
     def coded(self, ratio: float, codec_seconds_per_byte: float = 0.0) -> BucketLoad:
         """Return the bucket with `ratio` times the bytes sent, encoded whole before it leaves."""
@@ -86,7 +93,7 @@ def replay_spans(
         ready = bucket.ready_seconds + (cpu if shares_core else 0.0)
         prepared = max(prepared, ready) + bucket.prepare_seconds
         begin = max(prepared, end) + bucket.intra_host_seconds
-        end = begin + max(link.seconds(bucket.sent_bytes, bucket.rounds), bucket.cpu_seconds)
+        end = begin + bucket.on_link(link)
         cpu += bucket.cpu_seconds + bucket.intra_host_seconds
         yield BucketOnLink(begin, end, cpu, bucket.decode_seconds)
 

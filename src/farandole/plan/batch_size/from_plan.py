@@ -57,7 +57,9 @@ def advise_plan(
     )
     times: dict[str, StepTimes] = {candidate.plan.codec: partial(_time, model, candidate)}
     if allow_lossy and candidate.plan.codec == NONE:
-        for codec in cluster.codecs:
+        # Beside shards, what a codec costs an accelerator is not known.
+        known = cluster.codecs if cluster.on_cpus or not candidate.plan.zero else ()
+        for codec in filter(cluster.knows_codec, known):
             other = _with_codec(model, candidate, codec)
             if other is not None:
                 times[codec] = partial(_time, model, other)

@@ -32,10 +32,12 @@ class BucketKind:
     """Position of the unit of its last gradient in the stage, in the order of backward."""
     progress: float = 0.0
     """How many units of this place backward has passed when it is ready."""
+    starts: int = 1
+    """How often its codec begins: for each matrix, if it is one of matrices."""
 
     def kind(self) -> BucketKind:
         """Return what equal buckets have in common."""
-        return BucketKind(self.nbytes, self.gradient_bytes, self.codec, self.sent_ratio)
+        return replace(self, place=0, progress=0.0)
 
 
 @dataclass(frozen=True)
@@ -87,10 +89,7 @@ class BucketTable:
         cpu = np.array([load.cpu_seconds + load.intra_host_seconds for load in loads])[self.kind_of]
         if shares_core:
             ready += np.cumsum(cpu) - cpu
-        taken = [
-            load.intra_host_seconds + max(link.seconds(load.sent_bytes, load.rounds), load.cpu_seconds)
-            for load in loads
-        ]
+        taken = [load.intra_host_seconds + load.on_link(link) for load in loads]
         behind = np.cumsum(np.array(taken)[self.kind_of][::-1])[::-1]
         end = float((ready + behind).max()) + loads[int(self.kind_of[-1])].decode_seconds
         return Replay(end, float(cpu.sum()))

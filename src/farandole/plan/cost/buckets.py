@@ -127,7 +127,8 @@ def _bucket(members: Sequence[LocalGradient], ranks: int, *, is_sharded: bool) -
     if members[0].is_coded:
         sent = sum((spec.bytes_per_element(m.rows, m.columns, ranks=ranks) or 4.0) * m.elements for m in members)
         ratio = sent / whole
-    return BucketKind(nbytes, whole, members[0].codec, ratio, last.place, last.progress)
+    starts = len(members) if spec.is_low_rank else 1
+    return BucketKind(nbytes, whole, members[0].codec, ratio, last.place, last.progress, starts)
 
 
 @lru_cache(maxsize=64)

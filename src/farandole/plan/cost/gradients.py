@@ -132,13 +132,15 @@ def _exposed(
             free + sum(n * work.codec_seconds for work, n in zip(works, buckets.counts, strict=True)), 0.0
         )
     slow, shares_core = rates.compute_slowdown, rates.cluster.codecs_take_compute
-    segment_bytes = _SEGMENT_BYTES if rates.cluster.on_cpus else float("inf")  # whole buckets on accelerators
+    takes_turns = not rates.cluster.on_cpus
     busy_link = LinkModel(link.bytes_per_second / rates.exchange_slowdown, link.latency_seconds)
     loads = [
         BucketLoad(
             bucket.gradient_bytes, work.sent.sent_bytes, work.sent.rounds, 0.0,
             intra_host_seconds=work.inside.seconds, cpu_seconds=work.codec_seconds,
-            decode_seconds=work.codec_seconds / (2 * max(1.0, bucket.gradient_bytes // segment_bytes)),
+            decode_seconds=0.0 if takes_turns
+            else work.codec_seconds / (2 * max(1.0, bucket.gradient_bytes // _SEGMENT_BYTES)),
+            takes_turns=takes_turns,
         )
         for bucket, work in zip(buckets.kinds, works, strict=True)
     ]  # fmt: skip
@@ -160,35 +162,36 @@ def bucket_work(
     exact = collective_work(operation, group.ranks, bucket.nbytes)
     if bucket.codec == NONE:
         return ExchangeWork(exact, Spent(), Spent())
-    known = rates.codec(bucket.codec)
-    ratio = bucket.sent_ratio if known is None or not known.ratio else min(bucket.sent_ratio, known.ratio)
+    known, is_low_rank = rates.codec(bucket.codec), _is_low_rank(bucket.codec)
+    ratio = bucket.sent_ratio
+    if known is not None and known.ratio and not is_low_rank:  # else it depends on the shapes of matrices
+        ratio = min(ratio, known.ratio)
     rounds = 2 if known is None else known.rounds
     local, hosts = group.ranks_in_host, group.ranks // group.ranks_in_host
     nbytes = float(bucket.gradient_bytes)
-    if hosts == 1 and route != "flat":
-        if operation == "reduce_scatter":  # inside one host nothing is packed
-            return ExchangeWork(exact, Spent(), Spent())
-        return ExchangeWork(
-            CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), _coding(nbytes, rates, bucket.codec)
-        )
-    if local > 1 and hosts > 1 and route in ("auto", "hierarchical"):
+    if hosts == 1 and route != "flat" and operation == "reduce_scatter":  # inside one host nothing is packed
+        return ExchangeWork(exact, Spent(), Spent())
+    if local > 1 and hosts > 1 and route in ("auto", "hierarchical") and not is_low_rank:
         inside = rates.exchange("all_reduce", local, group.stride, nbytes)
         sent = collective_work(operation, hosts, nbytes).sent_bytes * ratio
         return ExchangeWork(CollectiveWork(sent, rounds), inside, _coding(nbytes / local, rates, bucket.codec))
+    coding = _coding(nbytes, rates, bucket.codec, bucket.starts)
+    if hosts == 1 and route != "flat":
+        return ExchangeWork(CollectiveWork(exact.sent_bytes * ratio, rounds), Spent(), coding)
     sent = collective_work(operation, group.ranks, nbytes).sent_bytes * ratio
-    # Without memory of the host, a link carries what all of its ranks send.
+    # Without memory of the host, a link carries what all of its ranks send. Matrices have no slices.
     work = CollectiveWork(sent * local if hosts > 1 else sent, rounds)
-    return ExchangeWork(work, Spent(), _coding(nbytes, rates, bucket.codec))
+    return ExchangeWork(work, Spent(), coding)
 
 
-def _coding(nbytes: float, rates: Rates, codec: str) -> Spent:
+def _coding(nbytes: float, rates: Rates, codec: str, starts: int = 1) -> Spent:
     known = rates.codec(codec)
     if known is None:
         return Spent()
     path, per_bucket = f"codecs.{codec}", known.seconds_per_bucket
     spent = Spent(nbytes * rates.slow(known.seconds_per_byte), {f"{path}.seconds_per_byte": nbytes})
     if per_bucket is not None:
-        spent.add(Spent(rates.slow(per_bucket), {f"{path}.seconds_per_bucket": 1.0}))
+        spent.add(Spent(rates.slow(per_bucket), {f"{path}.seconds_per_bucket": 1.0}), starts)
     return spent
 
 
@@ -224,6 +227,11 @@ def gather_rows(
         if packs:
             spent.add(_coding(float(nbytes), rates, codec), count)
     return spent, calls
+
+
+@lru_cache(maxsize=64)
+def _is_low_rank(codec: str) -> bool:
+    return CodecSpec.parse(codec).is_low_rank
 
 
 @lru_cache(maxsize=64)

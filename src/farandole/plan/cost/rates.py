@@ -233,5 +233,5 @@ class Rates:
         """Return what a codec costs: by its text, or by its name alone; None: not known."""
         found = self.cluster.codec_cost(text)
         if found is None and text != NONE:
-            self.assumed.add(f"codecs has no {text!r}: its CPU time is left out")
+            self.assumed.add(f"codecs has no {text!r}: what it takes is left out")
         return found

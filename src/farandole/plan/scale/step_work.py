@@ -51,7 +51,7 @@ class GradientBucket(NamedTuple):
     ready_share: float
     """When the last one is."""
     codec_seconds: float = 0.0
-    """CPU time while it is on its way."""
+    """What its codec takes, of a core or of an accelerator."""
     inside_seconds: float = 0.0
     """Exchange inside the host, before it leaves."""
 
@@ -79,6 +79,8 @@ class StepWork:
     optimizer_seconds: float = 0.0
     shares_core: bool = False
     """Whether codecs take their time from the computation."""
+    takes_turns: bool = False
+    """Whether a bucket's codec and its messages take turns: see `BucketLoad`."""
     rank_samples: int = 1
     """A step's samples on one rank."""
 

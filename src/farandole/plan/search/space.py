@@ -14,7 +14,7 @@ from itertools import product
 from typing import Any
 
 from ...core.cluster.cluster import Cluster
-from ...core.vocabulary.codec_spec import NONE
+from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
@@ -115,9 +115,10 @@ class Space:
         if 0 < zero < MOST_ZERO:
             return f"ZeRO-{zero} takes tensors in the memory of a CPU"
         fixed = self._request.fixed
-        codec = fixed.get("codec", NONE)
-        if codec != NONE and not self._cluster.knows_codec(codec):
-            return f"how fast {codec} is on an accelerator was not measured (farandole measure)"
+        codecs = [fixed.get("codec", NONE), *dict(fixed.get("codec_for", {})).values()]
+        for codec in map(CodecSpec.parse, codecs):
+            if not codec.is_exact and not self._cluster.knows_codec(codec.to_text()):
+                return f"how fast {codec.to_text()} is on an accelerator is not known from a measurement"
         unknown = [name for name in ("codec", "weight_codec") if zero and fixed.get(name, NONE) != NONE]
         return f"how fast {unknown[0]} is at ZeRO-{zero} on an accelerator is not known" if unknown else ""
 

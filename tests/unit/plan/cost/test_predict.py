@@ -89,28 +89,65 @@ def test_terms_and_features_add_up(name: str) -> None:
     assert all(each.state_bytes > 0 for each in prediction.memory), prediction.memory
 
 
+ACCELERATORS = {"backend": "nccl"}
+
+
+def coded_step(cluster: Cluster, **keys: Any) -> Prediction:
+    profile = transformer(layers=8, hidden=256, sequence=64, heads=8)
+    return predict(profile, cluster, Candidate(Plan(**keys), RANKS, BATCH))
+
+
 @pytest.mark.parametrize("route", ["auto", "flat"])
 def test_codecs_on_accelerators_cost_something_for_each_bucket(route: Any) -> None:
     """They take it from the computation, and features say how often."""
     codecs = {"int8": CodecCost(Coefficient(2e-11), 0.26, 2, Coefficient(4e-4))}
-    cluster = replace(cluster_of(4, RANKS), codecs=codecs, fingerprint={"backend": "nccl"})
+    cluster = replace(cluster_of(4, RANKS), codecs=codecs, fingerprint=ACCELERATORS)
     free = replace(cluster, codecs={"int8": replace(codecs["int8"], seconds_per_bucket=None)})
-    profile = transformer(layers=8, hidden=256, sequence=64, heads=8)
     before = 0.0
     for nbytes in (2**24, 2**20, 2**17):
-        plan = Plan(codec="int8", route=route, bucket_bytes=nbytes, first_bucket_bytes=nbytes)
-        found, without = (predict(profile, each, Candidate(plan, RANKS, BATCH)) for each in (cluster, free))
+        keys = {"codec": "int8", "route": route, "bucket_bytes": nbytes, "first_bucket_bytes": nbytes}
+        found, without = coded_step(cluster, **keys), coded_step(free, **keys)
         linear = sum(count * value_of(cluster, path) for path, count in found.features.items())
         if route == "flat":  # else sums inside of hosts are in the computation, which no feature names
             assert linear == pytest.approx(found.seconds)
         assert sum(found.terms.values()) == pytest.approx(found.seconds)
         more = found.seconds - without.seconds
         assert more > before
+        assert more == pytest.approx(found.terms["codec"] - without.terms["codec"])
         assert found.features["codecs.int8.seconds_per_bucket"] > 0
         before = more
-    on_cpus = replace(cluster, fingerprint={"backend": "gloo"})
-    assert cluster.codecs_take_compute
-    assert not on_cpus.codecs_take_compute
+
+
+def test_a_codec_on_an_accelerator_takes_turns_with_its_messages() -> None:
+    """One stream has both: what it computes is hidden by no message, as it is on a CPU with cores to spare."""
+    costs = {"int8": CodecCost(Coefficient(3e-10), 0.26)}
+    slow = with_tiers(replace(cluster_of(4, RANKS), codecs=costs), 0.2)
+    on_cpus, there = (replace(slow, fingerprint={"backend": name}) for name in ("gloo", "nccl"))
+    keys = {"codec": "int8", "route": "flat", "bucket_bytes": 2**20, "first_bucket_bytes": 2**20}
+    hidden, seen = coded_step(on_cpus, **keys), coded_step(there, **keys)
+    gradient_bytes = 4 * sum(
+        unit.count * gradient.rows * gradient.columns
+        for unit in transformer(layers=8, hidden=256, sequence=64, heads=8).units
+        for gradient in unit.gradients
+    )
+    assert seen.terms["codec"] > 0.9 * 3e-10 * gradient_bytes
+    assert hidden.terms["codec"] < 0.3 * seen.terms["codec"]
+
+
+def test_a_codec_of_matrices_begins_with_each_of_them_and_sends_them_whole() -> None:
+    """In a bucket of all, and on hosts of several ranks too; its ratio is that of the shapes."""
+    costs = {"powersgd:rank=4": CodecCost(Coefficient(0.0), 1e-6, 4, Coefficient(1e-3))}
+    cluster = replace(cluster_of(4, RANKS), codecs=costs, fingerprint=ACCELERATORS)
+    found = {
+        route: coded_step(cluster, codec="powersgd:4", route=route, bucket_bytes=2**26, first_bucket_bytes=2**26)
+        for route in ("auto", "flat")
+    }
+    matrices = 8 * 4 + 2  # of 8 layers, the embedding, the head
+    assert found["flat"].features["codecs.powersgd:rank=4.seconds_per_bucket"] == pytest.approx(matrices, rel=0.1)
+    assert found["auto"].seconds == pytest.approx(found["flat"].seconds)
+    other = replace(cluster, codecs={"powersgd:rank=4": replace(costs["powersgd:rank=4"], ratio=1.0)})
+    keys = {"codec": "powersgd:4", "bucket_bytes": 2**26, "first_bucket_bytes": 2**26}
+    assert coded_step(other, **keys).seconds == pytest.approx(coded_step(cluster, **keys).seconds)
 
 
 @pytest.mark.parametrize("name", PLANS)

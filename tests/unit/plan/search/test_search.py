@@ -195,10 +195,13 @@ def test_on_accelerators_nothing_is_proposed_that_takes_a_cpus_memory() -> None:
     assert seen[0][0] >= {0, 1, 2, 3}
     assert seen == [(seen[0][0], {0, 1, 2, 3}), ({0, 3}, set()), ({0, 3}, {0})]
     fixed = SearchRequest(8, 64, fixed=parse_fixed(["codec=int8"]), effort=200)
-    with pytest.raises(PlanError, match="how fast int8 is on an accelerator was not measured"):
+    with pytest.raises(PlanError, match="how fast int8 is on an accelerator is not known"):
         find(SearchQuestion(profile, there, fixed, predict_plainly, LIMIT))
     options = find(SearchQuestion(profile, known, fixed, predict_plainly, LIMIT)).options
     assert {(option.candidate.plan.zero, option.candidate.plan.codec) for option in options} == {(0, "int8")}
+    pattern = SearchRequest(8, 64, fixed={"codec_for": {"*": "int4"}}, effort=200)
+    with pytest.raises(PlanError, match="how fast int4 is on an accelerator is not known from a measurement"):
+        find(SearchQuestion(profile, known, pattern, predict_plainly, LIMIT))
 
 
 def test_what_is_said_of_lossy_codecs() -> None:

@@ -229,8 +229,8 @@ def _bucket(
 
 
 def _median(values: Sequence[_TimedBucket]) -> _TimedBucket:
-    columns = zip(*(bucket.load for bucket in values), strict=True)
-    load = BucketLoad(*(float(statistics.median(column)) for column in columns))
+    *columns, _ = zip(*(bucket.load for bucket in values), strict=True)  # the last, `takes_turns`, is no number
+    load = BucketLoad._make([*(float(statistics.median(column)) for column in columns), False])
     return _TimedBucket(load, statistics.median([bucket.seconds for bucket in values]))
 
 
