@@ -249,15 +249,17 @@ def _play(job: _Job) -> str | _Skipped | None:
     except pytest.skip.Exception as skipped:
         return _Skipped(str(skipped))
     except BaseException:
-        return traceback.format_exc()
+        found = traceback.format_exc()
+        print(found, file=sys.stderr)  # should the end of the world hang, this is the reason
+        return found
     else:
         return None
     finally:
-        faulthandler.cancel_dump_traceback_later()
         for each in job.arguments.values():
             if isinstance(each, pytest.MonkeyPatch):
                 each.undo()  # this process's copy: pytest undoes its own
         fd.shutdown()
+        faulthandler.cancel_dump_traceback_later()
         compiler = sys.modules.get("torch._dynamo")
         if compiler is not None:
             compiler.reset()  # else the next test's parameters could not be late: what is compiled asks no class

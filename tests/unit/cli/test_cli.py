@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -273,20 +274,37 @@ def nothing_runs(*_: object, **__: object) -> None:
     raise FarandoleError("nothing runs here")
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    st.lists(
-        st.one_of(WORDS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)),
-        max_size=7,
-    )
+COMMAND_LINES = st.lists(
+    st.one_of(WORDS, st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=6)),
+    max_size=7,
 )
-def test_no_command_line_makes_a_traceback(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+LINES_OF_ONE_PLACE: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture],
+}
+
+
+def require_no_traceback(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     from farandole.bench.demo import demo
 
     monkeypatch.setattr("farandole.launch.supervise.local.Supervisor.run", lambda self: Outcome(0, 0.0))
     monkeypatch.setattr(demo, "_command", nothing_runs)
     code, _, _ = call(*words)
     assert code in (0, 1, 2)
+
+
+@settings(max_examples=60, **LINES_OF_ONE_PLACE)
+@given(COMMAND_LINES)
+def test_no_command_line_makes_a_traceback(place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    require_no_traceback(monkeypatch, words)
+
+
+@settings(max_examples=400, **LINES_OF_ONE_PLACE)
+@given(COMMAND_LINES)
+def test_no_command_line_of_many_makes_a_traceback(
+    place: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    require_no_traceback(monkeypatch, words)
 
 
 def test_commands_start_in_milliseconds_and_without_torch() -> None:

@@ -110,7 +110,7 @@ def test_ranks_meet_as_often_as_meetings_cost_a_twentieth() -> None:
     assert predict_local_steps(profile, slow, "int8").steps == 100
 
 
-def test_a_codec_on_a_device_costs_something_for_each_bucket_or_matrix_and_takes_turns() -> None:
+def test_a_codec_on_a_device_costs_something_for_each_bucket_or_matrix_and_is_serial() -> None:
     gradients = [Gradient(name, 4_000_000, 1.0, 1000, 1000, True, True) for name in "abcd"]
     speeds = {name: CodecSpeed(1e-9, 0.25, seconds_per_bucket=0.5) for name in ("none", "int8", "powersgd:rank=4")}
     link = LinkModel(1e6, 0.0)
@@ -119,8 +119,8 @@ def test_a_codec_on_a_device_costs_something_for_each_bucket_or_matrix_and_takes
     assert [load.cpu_seconds for load in loads_of(profile, link, whole)] == pytest.approx([0.508, 0.508])
     plan = BucketPlan(dict.fromkeys("abcd", "powersgd:rank=4"), 8_000_000)
     assert [load.cpu_seconds for load in loads_of(profile, link, plan)] == pytest.approx([1.008, 1.008])
-    turns = replace(profile, takes_turns=True)
-    (first, _), (beside, _) = (loads_of(each, link, whole) for each in (turns, profile))
+    serial = replace(profile, is_serial=True)
+    (first, _), (beside, _) = (loads_of(each, link, whole) for each in (serial, profile))
     assert first.on_link(link) == pytest.approx(first.cpu_seconds + link.seconds(first.sent_bytes, first.rounds))
     assert beside.on_link(link) == pytest.approx(link.seconds(first.sent_bytes, first.rounds))
     assert (first.decode_seconds, beside.decode_seconds > 0) == (0.0, True)

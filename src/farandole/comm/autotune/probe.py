@@ -202,9 +202,9 @@ class _CodecRun(NamedTuple):
     """An exchange of one gradient, all ranks of which were here."""
 
     nbytes: int
-    """Of the gradient, in float32."""
+    """The gradient's, in float32."""
     seconds: float
-    """Of one rank."""
+    """One rank's."""
     ratio: float
     """Bytes sent over bytes of the exact exchange."""
 

@@ -111,7 +111,7 @@ def gather_profiles(
             shards,
             max(each["intra_host"][0] for each in everyone) if shards > 1 else 0.0,
             max(each["intra_host"][1] for each in everyone) if shards > 1 else 0.0,
-            takes_turns=on_device,
+            is_serial=on_device,
         )
     return profiles
 

@@ -90,7 +90,7 @@ class StepProfile:
     """For each byte of a whole bucket: reduce-scatter and all-gather inside the host."""
     intra_host_round_seconds: float = 0.0
     """The same for a very small bucket."""
-    takes_turns: bool = False
+    is_serial: bool = False
     """See `BucketLoad`."""
 
 
@@ -157,8 +157,8 @@ def _load(profile: StepProfile, link: LinkModel, plan: BucketPlan, bucket: Seque
         intra_host_seconds=whole * profile.intra_host_seconds_per_byte + profile.intra_host_round_seconds,
         cpu_seconds=cpu,
         # The last segment is decoded when all others are.
-        decode_seconds=0.0 if profile.takes_turns else cpu / (2 * max(1.0, nbytes // _SEGMENT_BYTES)),
-        takes_turns=profile.takes_turns,
+        decode_seconds=0.0 if profile.is_serial else cpu / (2 * max(1.0, nbytes // _SEGMENT_BYTES)),
+        is_serial=profile.is_serial,
     )
 
 

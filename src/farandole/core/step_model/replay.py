@@ -40,13 +40,13 @@ class BucketLoad(NamedTuple):
     """CPU time while it is on its way: a codec that takes segments, and the socket calls."""
     decode_seconds: float = 0.0
     """Work after it has arrived, before its gradients can be used."""
-    takes_turns: bool = False
+    is_serial: bool = False
     """Whether `cpu_seconds` are not beside its messages, but before and behind: a stream of a device does both."""
 
     def on_link(self, link: LinkModel) -> float:
         """Return how long it is on its way, after the exchange inside the host."""
         sent = link.seconds(self.sent_bytes, self.rounds)
-        return sent + self.cpu_seconds if self.takes_turns else max(sent, self.cpu_seconds)
+        return sent + self.cpu_seconds if self.is_serial else max(sent, self.cpu_seconds)
 
     def coded(self, ratio: float, codec_seconds_per_byte: float = 0.0) -> BucketLoad:
         """Return the bucket with `ratio` times the bytes sent, encoded whole before it leaves."""

@@ -132,15 +132,15 @@ def _exposed(
             free + sum(n * work.codec_seconds for work, n in zip(works, buckets.counts, strict=True)), 0.0
         )
     slow, shares_core = rates.compute_slowdown, rates.cluster.codecs_take_compute
-    takes_turns = not rates.cluster.on_cpus
+    is_serial = not rates.cluster.on_cpus
     busy_link = LinkModel(link.bytes_per_second / rates.exchange_slowdown, link.latency_seconds)
     loads = [
         BucketLoad(
             bucket.gradient_bytes, work.sent.sent_bytes, work.sent.rounds, 0.0,
             intra_host_seconds=work.inside.seconds, cpu_seconds=work.codec_seconds,
-            decode_seconds=0.0 if takes_turns
+            decode_seconds=0.0 if is_serial
             else work.codec_seconds / (2 * max(1.0, bucket.gradient_bytes // _SEGMENT_BYTES)),
-            takes_turns=takes_turns,
+            is_serial=is_serial,
         )
         for bucket, work in zip(buckets.kinds, works, strict=True)
     ]  # fmt: skip

@@ -171,7 +171,7 @@ def _exchange(work: StepWork, place: int, replicas: Sequence[ReplicaStep]) -> tu
             bucket.nbytes, bucket.sent_bytes, bucket.rounds,
             max(ready_seconds(replica, place, bucket.ready_share) for replica in replicas),
             cpu_seconds=bucket.codec_seconds, intra_host_seconds=bucket.inside_seconds,
-            takes_turns=work.takes_turns,
+            is_serial=work.is_serial,
         )
         for bucket in work.buckets[place]
     ]  # fmt: skip

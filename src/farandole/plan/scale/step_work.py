@@ -79,8 +79,8 @@ class StepWork:
     optimizer_seconds: float = 0.0
     shares_core: bool = False
     """Whether codecs take their time from the computation."""
-    takes_turns: bool = False
-    """Whether a bucket's codec and its messages take turns: see `BucketLoad`."""
+    is_serial: bool = False
+    """Whether a bucket's codec and its messages follow each other: see `BucketLoad`."""
     rank_samples: int = 1
     """A step's samples on one rank."""
 

@@ -79,7 +79,7 @@ def work_of(profile: ModelProfile, cluster: Cluster, candidate: Candidate, predi
         optimizer_seconds=prediction.terms.get("optimizer", 0.0),
         data_seconds=prediction.terms.get("loader", 0.0),
         shares_core=cluster.codecs_take_compute,
-        takes_turns=not cluster.on_cpus,
+        is_serial=not cluster.on_cpus,
         rank_samples=candidate.global_batch // layout.sample_ranks,
     )
     straggling = prediction.terms.get("straggler", 0.0)

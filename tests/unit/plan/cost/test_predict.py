@@ -118,7 +118,7 @@ def test_codecs_on_accelerators_cost_something_for_each_bucket(route: Any) -> No
         before = more
 
 
-def test_a_codec_on_an_accelerator_takes_turns_with_its_messages() -> None:
+def test_a_codec_on_an_accelerator_is_serial_with_its_messages() -> None:
     """One stream has both: what it computes is hidden by no message, as it is on a CPU with cores to spare."""
     costs = {"int8": CodecCost(Coefficient(3e-10), 0.26)}
     slow = with_tiers(replace(cluster_of(4, RANKS), codecs=costs), 0.2)

@@ -183,7 +183,7 @@ def guessed(codecs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
 
 def test_on_accelerators_nothing_is_proposed_that_takes_a_cpus_memory() -> None:
     """ZeRO-1 and 2, which `fd.distribute` refuses there, and codecs that were not measured, or with shards."""
-    profile, request = make_profile(), SearchRequest(8, 64, allow_lossy=True, effort=100_000)
+    profile, request = make_profile(), SearchRequest(8, 64, allow_lossy=True, effort=3000)
     here = make_cluster(codecs=True)
     known = replace(here, fingerprint={"backend": "nccl"})
     there = replace(known, codecs=guessed(here.codecs))

@@ -229,7 +229,7 @@ def _bucket(
 
 
 def _median(values: Sequence[_TimedBucket]) -> _TimedBucket:
-    *columns, _ = zip(*(bucket.load for bucket in values), strict=True)  # the last, `takes_turns`, is no number
+    *columns, _ = zip(*(bucket.load for bucket in values), strict=True)  # the last, `is_serial`, is no number
     load = BucketLoad._make([*(float(statistics.median(column)) for column in columns), False])
     return _TimedBucket(load, statistics.median([bucket.seconds for bucket in values]))
 
