@@ -427,7 +427,7 @@ def test_top_k_takes_the_largest() -> None:
 
 
 @pytest.mark.parametrize("values", [np.zeros(40_000, np.float32), np.ones(40_000, np.float32)])
-def test_sampled_top_k_of_equals_is_serial(values: np.ndarray) -> None:
+def test_sampled_top_k_of_equals_takes_turns(values: np.ndarray) -> None:
     """With a threshold that everything passes, the part that is taken rotates."""
     taken = [set(sampled_top(values, 400, turn).tolist()) for turn in range(5)]
     assert all(len(part) == 400 for part in taken)

@@ -83,7 +83,7 @@ def test_the_moments_of_a_step_are_those_of_its_marks_and_no_other() -> None:
 def test_codecs_on_a_device_cost_something_for_each_bucket(
     few: float, many: float, per_byte: float, per_bucket: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 2 ranks: from a gradient of 256 KiB and one of 16 MiB, each of which is the time of both ranks."""
+    """Of 2 ranks, whose time a mark tells together: from a gradient of 512 KiB and one of 32 MiB."""
     asked: list[int] = []
 
     def seconds_between(begin: int, end: int) -> float:
