@@ -19,6 +19,7 @@ from farandole.parallel.split import split_of
 from farandole.parallel.tensor.apply_tensor import proofs_of
 from farandole.parallel.tensor.cut import check_cuts
 from farandole.parallel.tensor.layers.lazy import LazyWhole
+from farandole.parallel.tensor.proof import Proofs
 from farandole.parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
@@ -47,6 +48,11 @@ def assert_equal_replicas(model: nn.Module) -> None:
     mine = {name: fingerprint(each) for name, each in model.named_parameters() if split_of(each) is None}
     said = all_gather_json(fd.world(), "test/bits", mine)
     assert all(other == said[0] for other in said), f"ranks differ: {said}"
+
+
+def summed_in(proofs: Proofs) -> list[str]:
+    """Return the parameters, by their names in their units, whose gradients are summed over the ranks."""
+    return [path for each in proofs.proven.values() for path in each.summed]
 
 
 @ranks(2, 4)
@@ -79,7 +85,7 @@ def test_models_that_are_recognised_need_no_recipe() -> None:
                 evaluated = model.eval()(tokens)
             torch.testing.assert_close(evaluated + 0, model.train()(tokens).detach() + 0)
         if name == "qwen":
-            assert any("q_norm" in each for each in proofs.summed), f"summed: {proofs.summed}"
+            assert any("q_norm" in each for each in summed_in(proofs)), f"{proofs.proven}"
 
 
 @ranks(2)
@@ -90,7 +96,7 @@ def test_models_of_transformers_with_divided_tokens() -> None:
         model = compare(make, "sgd", fd.Plan(tensor=size, sequence_parallel=True), name)
         proofs = proofs_of(model)
         assert proofs is not None, f"{name}: no proofs"
-        assert any("norm" in each or "ln" in each for each in proofs.summed), f"{name}: {proofs.summed}"
+        assert any("norm" in each or "ln" in each for each in summed_in(proofs)), f"{name}: {proofs.proven}"
 
 
 @ranks(2)
@@ -174,8 +180,9 @@ def test_collectives_are_those_of_the_formula() -> None:
         assert calls["reduce_scatter"] == 12, f"{calls}"
         assert nbytes["all_gather"] == 14 * whole, f"{nbytes}"
         assert nbytes["reduce_scatter"] == 12 * whole, f"{nbytes}"
-        # Weight and bias of two norms, and biases of two layers by rows, whose tokens are divided.
-        assert calls["all_reduce"] == 3 * 6, f"{calls}"
+        # Two norms, and biases of two layers by rows, whose tokens are divided: a sum for each, with a mark.
+        assert calls["all_reduce"] == 3 * 4, f"{calls}"
+        assert nbytes["all_reduce"] == 3 * 4 * (6 * WIDTH + 4), f"{nbytes}"
 
 
 @ranks(3)

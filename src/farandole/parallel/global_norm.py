@@ -2,9 +2,10 @@
 
 [Note: one norm of all ranks] With tensor, expert or pipeline ranks, what a rank sees of the gradients is a part.
 `torch.nn.utils.clip_grad_norm_` would divide each part by its own norm, without an error. So torch's function
-that adds up the norm is replaced: for gradients of such a model it adds up over all ranks of the job, and counts
-what several ranks hold once. A `GradScaler` asks all ranks in the same way whether a gradient is infinite. Both
-are then calls of all ranks of the job: clipping that only some ranks reach ends in `Stalled`.
+that adds up the norm is replaced: for gradients of such models it adds up over all ranks of the job, and counts
+what several ranks hold once; gradients of models that are not divided are added as they are. A `GradScaler` asks
+all ranks in the same way whether a gradient is infinite. Both are then calls of all ranks of the job: clipping
+that only some ranks reach ends in `Stalled`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ _torch_norm: Callable[..., torch.Tensor] = clip_grad._get_total_norm
 _torch_clip: Callable[..., None] = clip_grad._clip_grads_with_norm_
 _torch_unscale: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
 _divided: weakref.WeakKeyDictionary[nn.Module, Mesh] = weakref.WeakKeyDictionary()
+_Owned = tuple[Iterable[torch.Tensor], Mesh]
+"""Parameters of one divided model, and its mesh."""
 
 
 def watch_norms(model: nn.Module, mesh: Mesh) -> None:
@@ -45,16 +48,8 @@ def watch_norms(model: nn.Module, mesh: Mesh) -> None:
         setattr(home, name, ours)
 
 
-def global_norm(parameters: Iterable[torch.Tensor], mesh: Mesh, order: float = 2.0) -> torch.Tensor:
-    """Return the norm of the gradients of all ranks, to be called by all ranks of the job.
-
-    It is a 0-dim tensor: float64 if a gradient here is, else float32.
-
-    Args:
-        parameters: this rank's; those without a gradient count for nothing.
-        mesh: of the model.
-        order: of the norm, above 0; ``math.inf`` is the largest element.
-    """
+def _sum_here(parameters: Iterable[torch.Tensor], mesh: Mesh, order: float) -> tuple[float, torch.dtype]:
+    """Return what this rank adds to the sum, or the largest element, of all ranks; and the dtype of the norm."""
     total, dtype = 0.0, torch.float32
     for parameter in parameters:
         gradient = parameter.grad
@@ -63,14 +58,14 @@ def global_norm(parameters: Iterable[torch.Tensor], mesh: Mesh, order: float = 2
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         if not local.numel():
             continue
-        dtype = torch.promote_types(dtype, local.dtype)
+        if local.dtype in (torch.float64, torch.complex128):
+            dtype = torch.float64
         norm = float(torch.linalg.vector_norm(local.detach(), order, dtype=torch.float64))
         if math.isinf(order):
             total = norm if math.isnan(norm) else max(total, norm)
         else:
             total += norm**order / _copies(parameter, gradient, mesh)
-    norm_of_all = _over_all_ranks(total, order, mesh, next(iter(_devices(parameters)), mesh.here.device))
-    return norm_of_all.to(torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32)
+    return total, dtype
 
 
 def _copies(parameter: torch.Tensor, gradient: torch.Tensor, mesh: Mesh) -> int:
@@ -85,32 +80,42 @@ def _copies(parameter: torch.Tensor, gradient: torch.Tensor, mesh: Mesh) -> int:
     return copies
 
 
-def _devices(parameters: Iterable[torch.Tensor]) -> list[torch.device]:
-    return [each.device for each in parameters] if isinstance(parameters, Sequence) else []
+def _norm_of_all(owned: Sequence[_Owned], order: float, rest: torch.Tensor | None) -> torch.Tensor:
+    """Return the norm of the gradients of `owned`, models of one world, over all of its ranks; a 0-dim tensor.
 
-
-def _over_all_ranks(total: float, order: float, mesh: Mesh, device: torch.device) -> torch.Tensor:
-    found = torch.tensor([total, math.isnan(total)], dtype=torch.float64, device=device).nan_to_num_(nan=0.0)
-    if mesh.here.size > 1:
-        with translated(mesh.here, "the norm of all gradients"):
+    `rest`: the norm of other gradients, which each rank has whole. In float64 if a gradient here is, else float32.
+    """
+    here, parts = owned[0][1].here, [_sum_here(parameters, mesh, order) for parameters, mesh in owned]
+    sums, other = [total for total, _ in parts], 0.0 if rest is None else float(rest)
+    broken = any(map(math.isnan, [*sums, other]))
+    total = max(sums) if math.isinf(order) else sum(sums)
+    pair = torch.tensor([0.0 if broken else total, broken], dtype=torch.float64, device=here.device)
+    if here.size > 1:
+        with translated(here, "the norm of all gradients"):
             operation = dist.ReduceOp.MAX if math.isinf(order) else dist.ReduceOp.SUM
-            dist.all_reduce(found, operation, group=mesh.here.group)
-    value, strange = found.tolist()
-    norm = math.nan if strange else value if math.isinf(order) else value ** (1.0 / order)
-    return torch.tensor(norm, dtype=torch.float64, device=device)
+            dist.all_reduce(pair, operation, group=here.group)
+    total, broken = pair.tolist()
+    norm = max(total, other) if math.isinf(order) else (total + other**order) ** (1.0 / order)
+    is_wide = torch.float64 in [dtype for _, dtype in parts] or (rest is not None and rest.dtype == torch.float64)
+    dtype = torch.float64 if is_wide else torch.float32
+    return torch.tensor(math.nan if broken else norm, dtype=dtype, device=here.device)
 
 
-def _owner(gradients: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Mesh] | None:
-    """Return the parameters that have these gradients, and their mesh; None if no divided model has them."""
+def _owners(gradients: Sequence[torch.Tensor]) -> list[_Owned]:
+    """Return the divided models that have some of these gradients: the parameters that do, and their meshes.
+
+    Where there are no gradients at all, models with a pipeline are those: other ranks may have some.
+    """
     wanted = {id(each) for each in gradients}
+    owners: list[_Owned] = []
     for model, mesh in list(_divided.items()):
         if mesh.here.closed:
             continue
         known = {id(each.grad): each for each in model.parameters() if each.grad is not None}
-        found: list[torch.Tensor] = [each for key, each in known.items() if key in wanted]
-        if found or (not wanted and len(_divided) == 1 and mesh.size("pipeline") > 1):
-            return found, mesh
-    return None
+        found = [each for key, each in known.items() if key in wanted]
+        if found or (not wanted and mesh.size("pipeline") > 1):
+            owners.append((found, mesh))
+    return owners
 
 
 def _total_norm(
@@ -121,10 +126,13 @@ def _total_norm(
 ) -> torch.Tensor:
     """`torch.nn.utils.get_total_norm`; of gradients of a divided model over all ranks."""
     gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    owner = _owner(gradients)
-    if owner is None:
+    owners = _owners(gradients)
+    if not owners:
         return _torch_norm(gradients, norm_type, error_if_nonfinite, foreach)
-    norm = global_norm(*owner, float(norm_type))
+    owned = {id(each.grad) for parameters, _ in owners for each in parameters}
+    others = [each for each in gradients if id(each) not in owned]  # of models that are not divided
+    rest = _torch_norm(others, norm_type, foreach=foreach) if others else None
+    norm = _norm_of_all(owners, float(norm_type), rest.full_tensor() if isinstance(rest, DTensor) else rest)
     if error_if_nonfinite and not math.isfinite(float(norm)):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot be "
@@ -150,10 +158,10 @@ def _clip(
 def _unscale(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """`GradScaler._unscale_grads_`, with one answer for all ranks of a divided model."""
     found = _torch_unscale(scaler, optimizer, *arguments)
-    owner = _owner([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
-    if owner is None or owner[1].here.size == 1:
+    owners = _owners([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    if not owners or owners[0][1].here.size == 1:
         return found
-    mesh = owner[1]
+    mesh = owners[0][1]
     with translated(mesh.here, "whether gradients are finite"):
         mine = torch.stack([each.float().cpu() for each in found.values()] or [torch.zeros(1)]).amax().reshape(1)
         mine = mine.to(mesh.here.device)

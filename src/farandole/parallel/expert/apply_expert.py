@@ -19,6 +19,7 @@ from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
 from ..optim.one_bit_adam import OneBitAdam
 from ..split import Split, split_in_place, split_of
+from ..tensor.apply_tensor import DividedTokens
 from .dispatch import Placed
 from .expert_ranks import ExpertRanks
 from .layer import MixtureOfExperts
@@ -34,9 +35,12 @@ def has_experts(model: nn.Module) -> bool:
     return any(isinstance(each, MixtureOfExperts) or is_experts_module(each) for each in model.modules())
 
 
-def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
+def apply_expert(
+    model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh, tokens: DividedTokens | None
+) -> None:
     """Leave this rank its part of the experts of `model`; to be called by all ranks, with the whole model on each.
 
+    `tokens`: where a rank has some of the tokens of its samples.
     Without a degree for experts, layers of ours count the tokens of all ranks, for their losses and capacity.
 
     Raises `PlanError` for experts of transformers that compute something else than is known, on all ranks.
@@ -45,9 +49,12 @@ def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
     for _, layer in ours:
         layer.last.is_in_pipeline = mesh.size("pipeline") > 1
+    if tokens is not None:
+        for _, layer in _layers_in(model, tokens.blocks):
+            layer.last.token_ranks = tokens.ranks
     foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
     if degree == 1:
-        if ours and mesh.size(*SAME_PARAMETERS) > 1:
+        if ours and (mesh.size(*SAME_PARAMETERS) > 1 or plan.sequence_parallel):
             ranks = _ranks_of(plan, mesh)
             for name, layer in ours:
                 layer.last.ranks, layer.last.name = ranks, name
@@ -68,13 +75,31 @@ def apply_expert(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
 
 
 def _ranks_of(plan: Plan, mesh: Mesh) -> ExpertRanks:
-    batch = mesh.ranks(*SAME_PARAMETERS)
+    # With divided tokens, the ranks of a tensor group have other tokens of one batch.
+    degrees = (*SAME_PARAMETERS, "tensor") if plan.sequence_parallel else SAME_PARAMETERS
+    batch, batch_group = mesh.ranks(*degrees), mesh.group(*degrees)
     group = mesh.group("expert") if mesh.size("expert") > 1 else None
-    batch_group = mesh.group(*SAME_PARAMETERS)
     assert batch_group is not None, f"{mesh} has one rank"
     members = tuple(batch.index(rank) for rank in mesh.ranks("expert"))
     codec = ROW_CODECS[plan.expert_codec]
-    return ExpertRanks(mesh.here, group, batch_group, members, mesh.rank(*SAME_PARAMETERS), codec)
+    return ExpertRanks(mesh.here, group, batch_group, members, mesh.rank(*degrees), codec)
+
+
+def _layers_in(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, MixtureOfExperts]]:
+    inside = tuple(f"{block}." for block in blocks)
+    found = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
+    return [(name, each) for name, each in found if f"{name}.".startswith(inside or ("\0",))]
+
+
+def refuse_capacities(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise `PlanError` for a capacity in one of `blocks`, of whose tokens a rank has some of each sample."""
+    for name, layer in _layers_in(model, blocks):
+        if layer.routing.capacity_factor is not None:
+            raise PlanError(
+                f"plan: sequence_parallel = true, but {name} has a capacity, which takes all tokens of a sample "
+                "before those of the next, and a rank has some of each",
+                remedy="use capacity_factor=None, or leave sequence_parallel out",
+            )
 
 
 def _divide(module: nn.Module, count: int, optimizers: Sequence[Optimizer], ranks: ExpertRanks) -> None:

@@ -19,6 +19,8 @@ from torch import nn
 from torch.nn import functional
 
 from ...core.vocabulary.errors import ConfigError
+from ..tensor.layers.ranks import TensorRanks
+from ..tensor.layers.regions import end_region
 from .dispatch import Load, Placed, TokenChoice, mix
 from .expert_ranks import ExpertRanks, with_divided_gradient
 from .loads import note_load
@@ -74,6 +76,8 @@ class LayerState:
 
     def __init__(self) -> None:
         self.ranks: ExpertRanks | None = None
+        self.token_ranks: TensorRanks | None = None
+        """The ranks that have the other tokens of the same samples (`sequence_parallel`)."""
         self.is_in_pipeline = False
         self.name = "MixtureOfExperts"
         self.balance_loss: torch.Tensor | None = None
@@ -148,8 +152,8 @@ class MixtureOfExperts(nn.Module):
 
         choice = TokenChoice(weights, chosen, broken)
         mixed, last.load = mix(Placed(last.name, routing, ranks), flat, choice, run)
-        last.balance_loss = balance_loss(probabilities, last.load.chosen)
-        last.z_loss = z_loss(logits)
+        last.balance_loss = _mean_over_tokens(balance_loss(probabilities, last.load.chosen), last)
+        last.z_loss = _mean_over_tokens(z_loss(logits), last)
         if self.training:
             note_load(last.name, last.load)
         if self.shared is not None:
@@ -170,6 +174,12 @@ class MixtureOfExperts(nn.Module):
         factor = self.routing.capacity_factor
         dropless = "" if factor is None else f", capacity_factor={factor}"
         return f"num_experts={self.routing.num_experts}, top_k={self.routing.top_k}{dropless}"
+
+
+def _mean_over_tokens(loss: torch.Tensor, last: LayerState) -> torch.Tensor:
+    """Return the mean of the losses of ranks with as many tokens each; its gradient is this rank's part."""
+    ranks = last.token_ranks
+    return loss if ranks is None else end_region(loss / ranks.size, None, ranks, f"the router loss of {last.name}")
 
 
 def router_loss(model: nn.Module, *, balance: float = 0.01, z: float = 0.0) -> torch.Tensor:

@@ -9,7 +9,7 @@ from one of them to another is replaced by what was kept, as it is in there alre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ def backward_inputs(
     `gradients` are those of `outputs`. An input without influence has None.
     """
     roots = [node for node in map(_node_of, outputs) if node is not None]
-    ends = {_node_of(each) for each in inputs}
+    ends = dict.fromkeys(map(_node_of, inputs))
     between = _nodes_between(roots, ends)
     kept: dict[Node, Any] = {}
     borders = {node: _parameters_below(node, between, ends) for node in between}
@@ -95,8 +95,12 @@ def _node_of(tensor: torch.Tensor) -> Node | None:
     return None if viewed is None else viewed.next_functions[0][0]
 
 
-def _nodes_between(roots: Sequence[Node], ends: set[Node | None]) -> set[Node]:
-    """Return the nodes on ways from `roots` to `ends`."""
+def _nodes_between(roots: Sequence[Node], ends: Collection[Node | None]) -> dict[Node, None]:
+    """Return the nodes on ways from `roots` to `ends`, in an order that all ranks with this graph have.
+
+    Backward passes may hold collectives (see [Note: partial gradients]): what runs first may not depend on where a
+    node lies in memory, as the order of a set does.
+    """
     feeders: dict[Node, list[Node]] = {}
     rest, seen = list(roots), set(roots)
     while rest:
@@ -108,16 +112,17 @@ def _nodes_between(roots: Sequence[Node], ends: set[Node | None]) -> set[Node]:
             if below not in seen:
                 seen.add(below)
                 rest.append(below)
-    between, rest = set[Node](), [node for node in ends if node is not None and node in seen]
+    between: dict[Node, None] = {}
+    rest = [node for node in ends if node is not None and node in seen]
     while rest:
         for node in feeders.get(rest.pop(), []):
             if node not in between:
-                between.add(node)
+                between[node] = None
                 rest.append(node)
     return between
 
 
-def _parameters_below(node: Node, between: set[Node], ends: set[Node | None]) -> list[torch.Tensor]:
+def _parameters_below(node: Node, between: Container[Node], ends: Container[Node | None]) -> list[torch.Tensor]:
     """Return the leaves that `node` feeds by ways outside of `between`."""
     found: dict[int, torch.Tensor] = {}
     rest, seen = [node], {node}

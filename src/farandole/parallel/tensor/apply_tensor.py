@@ -6,6 +6,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -16,7 +17,7 @@ from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
 from ..split import split_of
 from .cut import Cutter, check_cuts, divide_attributes
-from .layers.ranks import tensor_ranks
+from .layers.ranks import TensorRanks, tensor_ranks
 from .layers.region_seed import RegionSeed
 from .places import Places, find_places
 from .proof import Proofs
@@ -70,7 +71,14 @@ def plan_tensor(model: nn.Module, plan: Plan, mesh: Mesh) -> TensorPlan:
     return TensorPlan(recipe, unknown, units, places, seed)
 
 
-def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> None:
+class DividedTokens(NamedTuple):
+    """Where tokens are divided over ranks, with `sequence_parallel`."""
+
+    blocks: list[str]
+    ranks: TensorRanks
+
+
+def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> DividedTokens:
     """Split the layers of `model` over the tensor ranks of `mesh`; to be called by all ranks, with equal models.
 
     Raises what `plan_tensor` does, before anything is changed.
@@ -85,7 +93,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     divide_attributes(model, recipe, ranks.size)
     _turn_off_fused_paths(model)
     install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
-    proofs = _proofs[model] = Proofs(ranks)
+    proofs = _proofs[model] = Proofs(ranks, weakref.ref(model))
     inside = tuple(f"{block}." for block in places.blocks)
     for name in [*places.blocks, *units.layers]:
         if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):
@@ -93,6 +101,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     watch_first_forward(model)
     if mesh.here.rank == 0:
         write_notice(describe(model, recipe, cuts.unknown, ranks.size))
+    return DividedTokens(places.blocks, ranks)
 
 
 def _turn_off_fused_paths(model: nn.Module) -> None:

@@ -1,19 +1,25 @@
-"""Copies of a module for the proof: split as it is, and whole as it was; with own parameters, without hooks."""
+"""Copies of a module for the proof: split as it is, and whole as it was; with own parameters, without hooks.
+
+Their values are drawn, and all of them train: where a branch begins at zero, or is frozen, equal gradients would
+prove nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from ..changed_class import plain_class_of
 from ..split import mark_split, split_of
-from .cut import gather_parameter
-from .layers.ranks import TensorRanks
+from .layers.ranks import DEGREE
 from .layers.split_layers import SplitLayer
 
 _HOOKS = (
@@ -32,18 +38,38 @@ class OwnHook:
         return self
 
 
-def clone(module: nn.Module, ranks: TensorRanks, *, whole: bool) -> nn.Module:
-    """Return a copy of `module` in evaluation mode, of the same values; a collective if it is to be `whole`."""
+def clone(module: nn.Module, *, whole: bool) -> nn.Module:
+    """Return a copy of `module` in evaluation mode; its values are drawn, for both kinds and all ranks alike."""
     tensors: dict[int, Any] = {}
     for name, parameter in module.named_parameters():
-        values = gather_parameter(parameter, ranks, name) if whole else parameter.detach().clone()
-        made = tensors[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-        split = split_of(parameter)
-        if split is not None and not whole:
-            mark_split(made, split)
+        tensors[id(parameter)] = _drawn_parameter(name, parameter, whole)
     for buffer in module.buffers():
         tensors[id(buffer)] = buffer.detach().clone()
+        if buffer.is_floating_point() and not buffer.any():  # a gate that is closed
+            tensors[id(buffer)].fill_(1.0)
     return _clone(module, tensors, {}, whole)
+
+
+def _drawn_parameter(name: str, parameter: torch.Tensor, whole: bool) -> torch.Tensor:
+    if not parameter.is_floating_point() or type(parameter.data) not in (torch.Tensor, DTensor):
+        return nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)  # in few bits
+    split = split_of(parameter)
+    is_part = split is not None and split.degree == DEGREE
+    values = drawn(split.shape if split is not None and is_part else parameter.shape, name)
+    if split is not None and is_part and not whole:
+        values = split.take(values)
+    made = nn.Parameter(values.to(parameter.device, parameter.dtype))
+    if split is not None and not whole:
+        mark_split(made, split)
+    return made
+
+
+def drawn(shape: Sequence[int], name: str) -> torch.Tensor:
+    """Return float32 values of the size that weights have: matrices keep the size of what they are applied to."""
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    if len(shape) < 2:  # scales and biases: none is near zero
+        return torch.rand(tuple(shape), generator=generator) + 0.5
+    return torch.randn(tuple(shape), generator=generator).mul_(shape[-1] ** -0.5)
 
 
 def _clone(module: nn.Module, tensors: dict[int, Any], memo: dict[int, nn.Module], whole: bool) -> nn.Module:

@@ -6,12 +6,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import PlanError
-from ..changed_class import ChangedClass, change_class, make_kin
+from ..changed_class import change_class, make_kin
 from ..split import Split, split_in_place, split_of
 from .layers.attention import SplitAttention
 from .layers.ranks import DEGREE, TensorRanks
@@ -216,24 +215,3 @@ def divide_attributes(model: nn.Module, recipe: TensorRecipe, size: int) -> None
         for key, value in numbers.items():
             vars(module)[key] = even(value, size, f"{name}.{key}" if name else key)
         vars(module)["_farandole_numbers"] = dict(numbers)
-
-
-def is_changed(module: nn.Module) -> bool:
-    """Return whether the class of `module` was changed by something else already."""
-    return isinstance(module, ChangedClass) and not isinstance(module, SplitLayer)
-
-
-def gather_parameter(parameter: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
-    """Return a split parameter whole; a collective of the tensor group."""
-    split = split_of(parameter)
-    if split is None or split.degree != DEGREE:
-        return parameter.detach().clone()
-    count, dim = len(split.pieces), split.dim
-    # Vocabularies do not divide evenly; packed matrices do, by recipe.
-    lengths = spread(split.shape[dim], ranks.size) if count == 1 else ()
-    joined = ranks.all_gather(parameter.detach(), what, dim, lengths)
-    if count == 1:
-        return joined
-    by_rank = joined.unflatten(dim, (ranks.size, count, -1)).transpose(dim, dim + 1)
-    whole: torch.Tensor = by_rank.flatten(dim, dim + 2).contiguous()
-    return whole

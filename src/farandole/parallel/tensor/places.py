@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...core.vocabulary.errors import PlanError
 from ..blocks import repeated_blocks
@@ -44,6 +45,7 @@ def find_places(
     for block, _ in repeated_blocks(model):
         inside = {unit: layers for unit, layers in units.layers.items() if f"{unit}.".startswith(f"{block}.")}
         if inside:
+            _refuse_statistics(model, block)
             places.blocks.append(block)
         for layers in inside.values():
             _divide_tokens(places, recipe, block, layers)
@@ -53,6 +55,17 @@ def find_places(
             remedy="leave sequence_parallel out, or name layers of its blocks by tensor_recipe",
         )
     return places
+
+
+def _refuse_statistics(model: nn.Module, block: str) -> None:
+    """Raise `PlanError` for statistics over tokens, of which a rank has some: a proof in evaluation sees none."""
+    for name, module in model.get_submodule(block).named_modules():
+        if isinstance(module, _BatchNorm):
+            raise PlanError(
+                f"plan: sequence_parallel = true, but {block}.{name} takes statistics over all tokens, of which a "
+                "rank has some",
+                remedy="leave sequence_parallel out",
+            )
 
 
 def _divide_tokens(places: Places, recipe: TensorRecipe, block: str, layers: list[str]) -> None:

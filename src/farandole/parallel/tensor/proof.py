@@ -1,34 +1,36 @@
 """The proof of a recipe: a split unit does what the plain module does, tried once on a small input.
 
-[Note: proof of a recipe] Before the first forward pass of a unit its ranks gather its whole parameters, and
-run both the plain module and the split one on the first samples of the real input, forward and backward.
+[Note: proof of a recipe] Before the first forward pass of a unit its ranks run both the plain module and the split
+one on the first samples of the real input, forward and backward. Both have the same drawn values, all of which
+train, and a sum of the input and drawn values: where a branch begins at zero, equal gradients would prove nothing.
 Outputs and gradients must be equal to rounding, or all ranks raise an error that names the module. Units that
-are equal but for values are proven once. Parameters that are whole on all ranks, but lie inside a split
-region (norms of heads), get a gradient from each rank's features alone: where only the sum over the ranks
-equals that of the plain module, it is summed.
+are equal but for values are proven once. Which of the parameters that are whole on all ranks get a part of their
+gradient on each is found in the graph (see [Note: partial gradients]), and the sum must be that of the plain one.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
+import math
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...core.vocabulary.errors import PlanError
 from ..changed_class import plain_class_of
 from ..split import Split, split_of
-from .clone import OwnHook, clone, detached
+from .clone import OwnHook, clone, detached, drawn
 from .layers.lazy import LazyWhole
 from .layers.ranks import DEGREE, TensorRanks
 from .layers.split_layers import inside
+from .partial_gradients import Entrance, Entrants, kinds_of_gradients
 
 SAMPLES = 2
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -42,40 +44,92 @@ class Proofs:
     """The proofs of one model."""
 
     ranks: TensorRanks
-    proven: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Kinds of units that were proven, and which of their whole parameters have gradients to be summed."""
+    model: weakref.ref[nn.Module]
+    proven: dict[str, Entrants] = field(default_factory=dict)
+    """Kinds of units that were proven, and which of their whole parameters do not enter as they are."""
     names: list[str] = field(default_factory=list)
     """The units."""
     waiting: set[str] = field(default_factory=set)
     """Units that have not run yet."""
-    summed: list[str] = field(default_factory=list)
-    """Parameters whose gradients are summed over the ranks."""
-    _hooked: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
 
     def install(self, name: str, unit: nn.Module) -> None:
         """Prove `unit` before its first forward pass."""
         self.names.append(name)
         self.waiting.add(name)
-        hook = _ProveOnce(self, name)
+        entrance = Entrance(self.ranks, name)
+        hook = _ProveOnce(self, name, entrance)
         hook.handle = unit.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+        entrance.install(unit)
 
-    def prove(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> None:
+    def prove(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Entrants:
         """Prove `unit` on an input; raise `PlanError` on all ranks of the group if it fails on one."""
         self.waiting.discard(name)
         key = _kind_of(unit)
         if key not in self.proven:
-            self.proven[key] = compare(name, unit, args, kwargs, self.ranks)
-        for path in self.proven[key]:
-            parameter, full = unit.get_parameter(path), f"{name}.{path}" if name else path
-            if parameter.requires_grad and parameter not in self._hooked:
-                self.summed.append(full)
-                self._hooked[parameter] = True
-                parameter.register_hook(functools.partial(_sum_gradient, self.ranks, full))
+            self.proven[key] = self._compare(name, unit, args, kwargs)
+        return self.proven[key]
+
+    def _compare(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Entrants:
+        """Return which whole parameters of `unit` do not enter as they are. See [Note: proof of a recipe].
+
+        Raises `PlanError`, on all ranks of the group, if the split module does not do what the plain one does.
+        """
+        ranks, split = self.ranks, clone(unit, whole=False)
+        expected, found, problem = _Outcome(), _Outcome(), ""
+        device = next(unit.parameters()).device.type
+        # Inside of a block that is recomputed its hooks would run the block again for the proof's backward pass.
+        own_graph = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with torch.enable_grad(), torch.autocast(device, enabled=False), own_graph:
+            plain, few = _run_plain(clone(unit, whole=True), args, kwargs)
+            _require_same_input(name, *few, ranks)
+            try:
+                divided = _run(split, *few)
+                if len(plain.outputs) != len(divided.outputs):
+                    problem = f"returns {len(divided.outputs)} tensors, expected {len(plain.outputs)}"
+                else:
+                    pairs = zip(plain.outputs, divided.outputs, strict=True)
+                    kinds = ["whole" if one.shape == other.shape else "part" for one, other in pairs]
+                    expected, found = _go_back(plain, kinds), _go_back(divided, kinds)
+            except Exception as error:
+                problem = f"does not run on this rank's part: {_first(error)}"
+        problem = problem or _difference(expected, found, split, ranks) or self._strange_use(found, split)
+        whole = [path for path, each in split.named_parameters() if each.requires_grad and _split_of(each) is None]
+        entrants = Entrants(
+            tuple(path for path in whole if "part" in found.kinds.get(path, ())),
+            tuple(path for path in whole if path not in found.kinds),
+        )
+        said = all_gather_json(ranks.part, f"proof of {name}", [problem, [entrants.summed, entrants.unproven]])
+        problems = [each for each, _ in said if each]
+        if not problems and any(each != said[0][1] for _, each in said):
+            problems.append("runs in another way on another rank of its group")
+        if not problems:
+            problem = _difference_of_whole(expected, found, split, entrants, ranks)
+            said = all_gather_json(ranks.part, f"gradients of {name}", problem)
+            problems = [each for each in said if each]
+        if problems:
+            raise PlanError(
+                f"tensor: the split {name or 'model'!r}, a {plain_class_of(unit).__name__}, {problems[0]}",
+                remedy=f'say what its layers are by tensor_recipe, or leave them whole: {{ "{name}*" = "whole" }}',
+            )
+        return entrants
+
+    def _strange_use(self, found: _Outcome, split: nn.Module) -> str:
+        """Return which parameter cannot be summed because of how the unit uses it; an empty text if none."""
+        names = {id(each): path for path, each in split.named_parameters()}
+        model = self.model()
+        others = {} if model is None else {id(each): name for name, each in model.named_parameters()}
+        for leaf, kinds in found.leaves:
+            if id(leaf) in names and len(kinds) > 1:
+                return f"uses {names[id(leaf)]!r} both inside and outside of its divided part"
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in names and "part" in kinds:
+                name = others.get(id(leaf), f"of shape {list(leaf.shape)}")
+                return f"uses the parameter {name!r}, no attribute of its modules, in its divided part"
+        return ""
 
 
 class _ProveOnce(OwnHook):
-    def __init__(self, proofs: Proofs, name: str) -> None:
-        self.proofs, self.name = proofs, name
+    def __init__(self, proofs: Proofs, name: str, entrance: Entrance) -> None:
+        self.proofs, self.name, self.entrance = proofs, name, entrance
         self.handle: Any = None
 
     def __call__(self, unit: nn.Module, args: Any, kwargs: Any) -> None:
@@ -84,99 +138,104 @@ class _ProveOnce(OwnHook):
         self.handle.remove()
         inside.depth += 1
         try:
-            self.proofs.prove(self.name, unit, args, kwargs)
+            self.entrance.entrants = self.proofs.prove(self.name, unit, args, kwargs)
         finally:
             inside.depth -= 1
-
-
-def _sum_gradient(ranks: TensorRanks, what: str, grad: torch.Tensor) -> torch.Tensor:
-    return ranks.all_reduce(grad.clone(memory_format=torch.contiguous_format), what)
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def compare(name: str, unit: nn.Module, args: Any, kwargs: Any, ranks: TensorRanks) -> tuple[str, ...]:
-    """Return which whole parameters of `unit` have gradients to be summed. See [Note: proof of a recipe].
+@dataclass
+class _Forward:
+    """A forward pass of a copy."""
 
-    Raises `PlanError`, on all ranks of the group, if the split module does not do what the plain one does.
-    """
-    whole, split = clone(unit, ranks, whole=True), clone(unit, ranks, whole=False)
-    few = _first_samples(args, kwargs, SAMPLES)
-    found, problem = _Outcome([], [], {}), ""
-    device = next(unit.parameters()).device.type
-    # Inside of a block that is recomputed its hooks would run the block again for the proof's own backward pass.
-    own_graph = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-    with torch.enable_grad(), torch.autocast(device, enabled=False), own_graph:
-        try:
-            expected = _run(whole, *few)
-        except Exception:  # a first dimension that is no batch: the input as it is
-            few = _first_samples(args, kwargs, None)
-            expected = _run(whole, *few)
-        _require_same_input(name, *few, ranks)
-        try:
-            found = _run(split, *few)
-        except Exception as error:
-            problem = f"does not run on this rank's part: {_first(error)}"
-    problem = problem or _difference(expected, found, split, ranks)
-    problems = [each for each in all_gather_json(ranks.part, f"proof of {name}", problem) if each]
-    summed: list[str] = []
-    if not problems:
-        states = _states(expected, found, split, ranks)
-        said = all_gather_json(ranks.part, f"gradients of {name}", states)
-        for path in states:
-            if all("w" in each[path] for each in said):
-                continue
-            if all("s" in each[path] for each in said):
-                summed.append(path)
-            else:
-                problems.append(f"has another gradient of {path!r}, and so has the sum over the ranks")
-    if problems:
-        kind = plain_class_of(unit).__name__
-        raise PlanError(
-            f"tensor: the split {name or 'model'!r}, a {kind}, {problems[0]}",
-            remedy=f'say what its layers are by tensor_recipe, or leave them whole: {{ "{name}*" = "whole" }}',
-        )
-    return tuple(summed)
+    module: nn.Module
+    inputs: list[torch.Tensor]
+    """Those in float; the first, the activation, trains: its gradient shows whether the region begins right."""
+    outputs: list[torch.Tensor]
 
 
 @dataclass
 class _Outcome:
-    outputs: list[torch.Tensor]
-    inputs: list[torch.Tensor | None]
+    """What a copy did, forward and backward."""
+
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    inputs: list[torch.Tensor | None] = field(default_factory=list)
     """Gradients of the inputs."""
-    gradients: dict[str, torch.Tensor | None]
+    gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """Gradients of the parameters."""
+    leaves: list[tuple[torch.Tensor, frozenset[str]]] = field(default_factory=list)
+    """What the outputs are made of, and how gradients reach it."""
+    kinds: dict[str, frozenset[str]] = field(default_factory=dict)
+    """The same of the parameters that gradients reach."""
 
 
-def _run(module: nn.Module, args: Any, kwargs: Any) -> _Outcome:
+def _run_plain(module: nn.Module, args: Any, kwargs: Any) -> tuple[_Forward, tuple[Any, Any]]:
+    """Run the plain module; return its pass, and the input that it ran on: of few samples, if it runs on few.
+
+    A first dimension may be no batch, and values may have to be what they are: then the input is taken as it is.
+    """
+    for count in (SAMPLES, None):
+        few = _first_samples(args, kwargs, count)
+        for given in (_varied(*few), few):
+            is_last = count is None and given is few
+            try:
+                done = _run(module, *given)
+            except Exception:  # the module's own code, which may take no such input
+                if is_last:
+                    raise
+                continue
+            if given is few or all(bool(each.isfinite().all()) for each in done.outputs):
+                return done, given
+    raise AssertionError("the last try returns or raises")
+
+
+def _varied(args: Any, kwargs: Any) -> Any:
+    """Return the arguments with drawn values added to the activation: a branch before it may begin at zero."""
+    values = tree_flatten((args, kwargs))[0]
+    at = next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+    if at is None:
+        return args, kwargs
+    size = float(at.detach().float().std(correction=0)) if at.numel() else 0.0
+    noise = drawn((*at.shape, 1), "input").squeeze(-1) * (size if 0 < size < math.inf else 1.0)
+    varied = (at.detach() + noise.to(at)).requires_grad_(at.requires_grad)
+    return _map_tensors((args, kwargs), lambda each: varied if each is at else each)
+
+
+def _run(module: nn.Module, args: Any, kwargs: Any) -> _Forward:
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
     args, kwargs = detached(args, dtype), detached(kwargs, dtype)
     given = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor)]
     given = [each for each in given if each.is_floating_point()]
-    for at, each in enumerate(given):
-        if at == 0:  # the activation: its gradient shows whether the region begins as it should
-            each.requires_grad_(True)
+    for each in given[:1]:
+        each.requires_grad_(True)
     outputs = [each for each in tree_flatten(module(*args, **kwargs))[0] if isinstance(each, torch.Tensor)]
-    outputs = [each.whole() if isinstance(each, LazyWhole) else each for each in outputs]
-    roots = [each for each in outputs if each.requires_grad]
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(each.shape, generator=generator, dtype=torch.float32).to(each) for each in roots]
-    named = {key: each for key, each in module.named_parameters() if each.requires_grad}
-    trained = [each for each in given if each.requires_grad]
-    wanted = [*trained, *named.values()]
-    if not roots or not wanted:
-        return _Outcome(outputs, [], {})
-    gradients = torch.autograd.grad(roots, wanted, grads, allow_unused=True)
-    count = len(trained)
-    return _Outcome(outputs, list(gradients[:count]), dict(zip(named, gradients[count:], strict=True)))
+    return _Forward(module, given, [each.whole() if isinstance(each, LazyWhole) else each for each in outputs])
+
+
+def _go_back(done: _Forward, kinds: Sequence[str]) -> _Outcome:
+    """Run backward from the outputs that all ranks have whole; `kinds` says of each whether they do."""
+    roots = [(each, kind) for each, kind in zip(done.outputs, kinds, strict=True) if each.requires_grad]
+    named = {key: each for key, each in done.module.named_parameters() if each.requires_grad}
+    names = {id(each): key for key, each in named.items()}
+    leaves = kinds_of_gradients(roots)
+    outcome = _Outcome(done.outputs, leaves=leaves)
+    outcome.kinds = {names[id(leaf)]: reached for leaf, reached in leaves if id(leaf) in names}
+    trained = [each for each in done.inputs if each.requires_grad]
+    whole = [each for each, kind in roots if kind == "whole"]
+    if whole and (trained or named):
+        generator = torch.Generator().manual_seed(0)
+        grads = [torch.randn(each.shape, generator=generator, dtype=torch.float32).to(each) for each in whole]
+        gradients = torch.autograd.grad(whole, [*trained, *named.values()], grads, allow_unused=True)
+        outcome.inputs = list(gradients[: len(trained)])
+        outcome.gradients = dict(zip(named, gradients[len(trained) :], strict=True))
+    return outcome
 
 
 def _difference(expected: _Outcome, found: _Outcome, split: nn.Module, ranks: TensorRanks) -> str:
     """Return what the split module does that the plain one does not; an empty text if nothing."""
-    if len(expected.outputs) != len(found.outputs):
-        return f"returns {len(found.outputs)} tensors, expected {len(expected.outputs)}"
     for at, (right, mine) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         if at and _is_of_some_heads(right.shape, mine.shape, ranks.size):
             continue  # attention weights of this rank's heads
@@ -191,20 +250,25 @@ def _difference(expected: _Outcome, found: _Outcome, split: nn.Module, ranks: Te
             return "has a gradient of its input, or has none, unlike the plain one"
         if right_ is not None and mine_ is not None and not _is_close(right_, mine_):
             return "has another gradient of its input than the plain one"
-    largest = _largest(expected)
+    largest, proven = _largest(expected), False
     for path, parameter in split.named_parameters():
         part, right_ = _split_of(parameter), expected.gradients.get(path)
         if part is None or right_ is None:
             continue
+        proven = proven or bool(right_.any())
         mine_ = found.gradients.get(path)
         if mine_ is None or not _is_close(part.take(right_), mine_, largest):
             return f"has another gradient of {path!r} than the plain one"
+    if expected.inputs and not proven:
+        return "gives its divided layers no gradient, whatever their values, so that nothing is proven"
     return ""
 
 
-def _states(expected: _Outcome, found: _Outcome, split: nn.Module, ranks: TensorRanks) -> dict[str, str]:
-    """Return whether the gradient of each whole parameter is right as it is (w), and summed (s); a collective."""
-    largest, states = _largest(expected), {}
+def _difference_of_whole(
+    expected: _Outcome, found: _Outcome, split: nn.Module, entrants: Entrants, ranks: TensorRanks
+) -> str:
+    """Return which whole parameter has another gradient than in the plain module; a collective."""
+    largest, wrong = _largest(expected), []
     for path, parameter in split.named_parameters():
         if path not in expected.gradients or _split_of(parameter) is not None:
             continue
@@ -212,9 +276,11 @@ def _states(expected: _Outcome, found: _Outcome, split: nn.Module, ranks: Tensor
             torch.zeros_like(parameter) if each is None else each
             for each in (expected.gradients[path], found.gradients.get(path))
         )
-        total = ranks.all_reduce(mine.clone(memory_format=torch.contiguous_format), path)
-        states[path] = "w" * _is_close(right, mine, largest) + "s" * _is_close(right, total, largest)
-    return states
+        if path in entrants.summed:
+            mine = ranks.all_reduce(mine.clone(memory_format=torch.contiguous_format), path)
+        if not _is_close(right, mine, largest):
+            wrong.append(path)
+    return f"has another gradient of {wrong[0]!r} than the plain one" if wrong else ""
 
 
 def _split_of(parameter: torch.Tensor) -> Split | None:
@@ -250,23 +316,29 @@ def _is_of_some_heads(whole: torch.Size, part: torch.Size, size: int) -> bool:
     return len(whole) == len(part) and len(different) == 1 and different[0][0] == different[0][1] * size
 
 
-def _first_samples(args: Any, kwargs: Any, count: int | None) -> tuple[Any, Any]:
+def _first_samples(args: Any, kwargs: Any, count: int | None) -> Any:
     """Return the first `count` samples of tensors whose first dimension is that of the first tensor; None: all."""
     tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor) and each.dim()]
     if not tensors:
         return args, kwargs
     batch = tensors[0].shape[0]
 
-    def cut(value: Any) -> Any:
-        if isinstance(value, LazyWhole):
-            value = value.whole()
-        if isinstance(value, torch.Tensor):
-            return value[:count] if value.dim() > 1 and value.shape[0] == batch else value
-        if type(value) in (list, tuple):
-            return type(value)(cut(each) for each in value)
-        return {key: cut(each) for key, each in value.items()} if type(value) is dict else value
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        value = value.whole() if isinstance(value, LazyWhole) else value
+        return value[:count] if value.dim() > 1 and value.shape[0] == batch else value
 
-    return cut(args), cut(kwargs)
+    return _map_tensors((args, kwargs), cut)
+
+
+def _map_tensors(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return nested tuples, lists and dicts with changed tensors; what else there is stays the same object."""
+    if isinstance(values, torch.Tensor):
+        return change(values)
+    if type(values) in (list, tuple):
+        return type(values)(_map_tensors(each, change) for each in values)
+    if type(values) is dict:
+        return {key: _map_tensors(each, change) for key, each in values.items()}
+    return values
 
 
 def _require_same_input(name: str, args: Any, kwargs: Any, ranks: TensorRanks) -> None:
@@ -291,8 +363,7 @@ def _kind_of(unit: nn.Module) -> str:
         for path, module in unit.named_modules()
     ]
     lines += [
-        f"{path} {tuple(each.shape)} {each.dtype} {each.requires_grad} {split_of(each)}"
-        for path, each in unit.named_parameters()
+        f"{path} {tuple(each.shape)} {each.dtype} {split_of(each)}" for path, each in unit.named_parameters()
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

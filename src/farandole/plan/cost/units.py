@@ -32,6 +32,8 @@ _CAST_MOVED = 2.0
 _ACCUMULATED = 3.0
 """What adding a gradient to that of earlier passes moves, over its bytes: both are read, and one is written."""
 _COUNT_BYTES = 8
+_MARK_BYTES = 4
+"""What travels beside a sum of partial gradients: a number that says which they are."""
 _FLOAT32_BITS = 32
 Way = list[tuple[str, float, int]]
 """Operation, bytes and number of exchanges."""
@@ -197,8 +199,13 @@ def _add_tensor(
         backward = [("all_gather", ends, facts.forward_sums), ("reduce_scatter", begins, facts.backward_sums)]
         more = [("all_gather", begins, facts.backward_sums), ("reduce_scatter", ends, repeated)]
         # Gradients of what is whole, and saw some of the tokens: norms, and biases that are added after a sum.
-        whole_ones = zip(unit.gradients, divided_gradients(unit), strict=True)
-        backward += [("all_reduce", each.nbytes, 1) for each, how in whole_ones if not how]
+        # Those of one module are one sum.
+        sums: dict[str, int] = {}
+        for each, how in zip(unit.gradients, divided_gradients(unit), strict=True):
+            if not how:
+                module = each.name.rpartition(".")[0]
+                sums[module] = sums.get(module, _MARK_BYTES) + each.nbytes
+        backward += [("all_reduce", nbytes, 1) for nbytes in sums.values()]
         ways = forward, backward, more
     else:
         forward, more = [("all_reduce", ends, facts.forward_sums)], [("all_reduce", ends, repeated)]

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from .ranks import TensorRanks
-from .regions import gather_features
+from .regions import first_order, gather_features
 from .vocabulary import Vocabulary, split_cross_entropy
 
 
@@ -77,6 +77,8 @@ class LazyWhole(torch.Tensor):
 class _Expose(torch.autograd.Function):
     """Forward: the lazy tensor; backward: this rank's part of its gradient."""
 
+    gives = ("part",)
+
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, local: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, name: str
@@ -85,6 +87,7 @@ class _Expose(torch.autograd.Function):
         return LazyWhole.of(local, dim, lengths, ranks, name)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         at = sum(ctx.lengths[: ctx.rank])
         return grads[0].narrow(ctx.dim, at, ctx.lengths[ctx.rank]), None, None, None, None

@@ -5,10 +5,15 @@
 backward sums the ranks' gradients; at the end (g) the forward pass sums, and backward copies. With
 `sequence_parallel` a rank has some of the tokens outside, with all features: f gathers them, and g sums and
 scatters (Korthikanti et al. 2022, section 4.2.2).
+
+``gives`` of a function: what its backward pass hands to each tensor that it took, a gradient that all ranks have
+"whole" or this rank's "part"; "same": what it gets. See [Note: partial gradients] in `partial_gradients`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,8 +25,26 @@ SEQUENCE = 1
 """The dimension of tokens in activations (batch, tokens, features)."""
 
 
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a backward pass with a collective, which autograd does not see: a pass through it is refused."""
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "tensor: a backward pass with create_graph=True: gradients of gradients would miss what the other "
+                "tensor ranks have",
+                remedy="leave the terms of the loss out that need them, or train without tensor in the plan",
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
 class _Copy(torch.autograd.Function):
     """Forward: the same tensor; backward: the sum of the ranks' gradients."""
+
+    gives = ("whole",)
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
@@ -29,6 +52,7 @@ class _Copy(torch.autograd.Function):
         return x.detach()  # no view: a view holds `x`, which holds it (`_once`), and nothing would ever free them
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         # The engine may hand the same memory to others.
         return ctx.ranks.all_reduce(grads[0].clone(memory_format=torch.contiguous_format), ctx.what), None, None
@@ -36,6 +60,8 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     """Forward: the sum of the ranks' tensors, and a bias once; backward: the same gradient."""
+
+    gives = ("part", "same")
 
     @staticmethod
     def forward(
@@ -51,6 +77,7 @@ class _Sum(torch.autograd.Function):
         return x
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         grad = grads[0]
         wants = ctx.bias_shape is not None and ctx.needs_input_grad[1]
@@ -60,6 +87,8 @@ class _Sum(torch.autograd.Function):
 class _GatherParts(torch.autograd.Function):
     """Forward: the ranks' features joined; backward: this rank's part of a gradient that all have."""
 
+    gives = ("part",)
+
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, x: torch.Tensor, dim: int, lengths: tuple[int, ...], ranks: TensorRanks, what: str
@@ -68,6 +97,7 @@ class _GatherParts(torch.autograd.Function):
         return ranks.all_gather(x, what, dim, lengths)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         at = sum(ctx.lengths[: ctx.ranks.rank])
         return grads[0].narrow(ctx.dim, at, ctx.lengths[ctx.ranks.rank]), None, None, None, None
@@ -76,12 +106,15 @@ class _GatherParts(torch.autograd.Function):
 class _Take(torch.autograd.Function):
     """Forward: this rank's piece of a tensor that all have; backward: the ranks' gradients joined."""
 
+    gives = ("whole",)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, ranks: TensorRanks, what: str) -> torch.Tensor:
         ctx.dim, ctx.ranks, ctx.what = dim, ranks, what
         return x.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.ranks.all_gather(grads[0], ctx.what, ctx.dim), None, None, None
 
@@ -89,12 +122,15 @@ class _Take(torch.autograd.Function):
 class _GatherTokens(torch.autograd.Function):
     """Forward: the ranks' tokens joined; backward: the sum of the ranks' gradients, scattered."""
 
+    gives = ("part",)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
         ctx.ranks, ctx.what = ranks, what
         return ranks.all_gather(x, what, SEQUENCE)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.ranks.reduce_scatter(grads[0], ctx.what, SEQUENCE), None, None
 
@@ -102,12 +138,15 @@ class _GatherTokens(torch.autograd.Function):
 class _ScatterSum(torch.autograd.Function):
     """Forward: the sum of the ranks' tensors, scattered by tokens; backward: the ranks' gradients joined."""
 
+    gives = ("part",)
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
         ctx.ranks, ctx.what = ranks, what
         return ranks.reduce_scatter(x, what, SEQUENCE)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         return ctx.ranks.all_gather(grads[0], ctx.what, SEQUENCE), None, None
 

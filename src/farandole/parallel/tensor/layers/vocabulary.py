@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from .ranks import TensorRanks
+from .regions import first_order
 
 _BYTES_OF_16_BITS = 2
 
@@ -26,6 +27,8 @@ class Vocabulary(NamedTuple):
 
 class _SplitCrossEntropy(torch.autograd.Function):
     """As in Shoeybi et al. 2019, section 3: three numbers a token are exchanged instead of its logits."""
+
+    gives = ("part",)
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -57,6 +60,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return torch.where(is_counted, loss, 0.0).to(logits.dtype)
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, *grads: Any) -> Any:
         share, is_here, is_counted, place = ctx.saved_tensors
         grad = share - ctx.smoothing / ctx.whole
