@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import farandole as fd
 from farandole.core.vocabulary.errors import CheckpointError, PlanError
@@ -222,6 +223,53 @@ def test_shards_and_experts_step_together_with_any_options(
     told = [line for line in heard.getvalue().splitlines() if "one parameter after the other" in line]
     assert len(told) == (1 if keys and here.rank == 0 else 0), told
     assert all(f"without {asked}: its groups" in line for line in told)
+    assert all(group[key] for group in optimizer.param_groups for key in keys), (
+        "options are the user's between steps"
+    )
+
+
+class Stages(nn.Module):
+    """Two blocks, of which the second has experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), fd.MixtureOfExperts(8, 8, num_experts=4, top_k=2)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Take (batch, tokens); return (batch, tokens, 9)."""
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@ranks(4)
+def test_experts_in_some_stages_alone_are_saved_with_shards(tmp_path: Path) -> None:
+    here = fd.init()
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model = Stages()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        fd.distribute(
+            model, optimizer,
+            Plan(expert=2, pipeline=2, zero=3, micro_batches=2, pipeline_cuts=("blocks.1",)),
+        )  # fmt: skip
+        models.append((model, optimizer))
+    tokens = (torch.arange(8).view(4, 2) + here.sample_rank) % 9
+    for step in range(3):
+        for model, optimizer in models:
+            if step == 2 and model is models[0][0]:
+                fd.save(tmp_path / "saved", model, optimizer)
+                fd.load(tmp_path / "saved", *models[1])
+            optimizer.zero_grad()
+            fd.step(model, lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten()), tokens, tokens)
+            optimizer.step()
+    for one, other in zip(models[0][0].parameters(), models[1][0].parameters(), strict=True):
+        pair = [each.to_local() if isinstance(each, DTensor) else each for each in (one.detach(), other.detach())]
+        assert torch.equal(*pair)
 
 
 @ranks(2)

@@ -76,7 +76,7 @@ class GradientReducer:
         world.session.call_on_close(self.remove)
         world.session.call_in_forked_child(self.forget)
         for index, (_, parameter) in enumerate(parameters):
-            if parameter.requires_grad:
+            if parameter.is_floating_point() or parameter.is_complex():
                 self.passes.hook(index)
         world.session.batch_weight.subscribe(self.parts.local.share_changes)
 

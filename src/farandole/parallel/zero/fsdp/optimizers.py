@@ -88,30 +88,46 @@ def move_to_shards(optimizer: Optimizer, shards: Mapping[torch.Tensor, torch.Ten
 
 
 class StepOneByOne:
-    """A hook before the steps of an optimizer that has sharded parameters and whole ones, such as experts.
+    """Hooks around the steps of an optimizer that has sharded parameters and whole ones, such as experts.
 
-    The steps of torch for many parameters at once (``foreach``, ``fused``) take one kind of tensor. Options are
-    looked at in each step, because a checkpoint may bring others.
+    The steps of torch for many parameters at once (``foreach``, ``fused``) take one kind of tensor. Groups with both
+    kinds have these options off during a step alone: other stages of a pipeline may have one kind, and what is saved
+    is to be the same on all ranks.
     """
 
     def __init__(self, here: World) -> None:
         self._here = here
+        self._asked: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._is_said = False
 
-    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """Turn these options off in groups with both kinds."""
-        asked = set[str]()
+    def install(self, optimizer: Optimizer) -> None:
+        """Surround the steps of `optimizer`."""
+        optimizer.register_step_pre_hook(self.before)
+        optimizer.register_step_post_hook(self.after)
+
+    def before(self, optimizer: Optimizer, *_: Any) -> None:
+        """See `torch.optim.Optimizer.register_step_pre_hook`."""
+        self.after(optimizer)  # a step that raised an exception
         for group in optimizer.param_groups:
-            options = [key for key in ("foreach", "fused") if group.get(key, False) is not False]
+            options = {key: group[key] for key in ("foreach", "fused") if group.get(key, False) is not False}
             if options and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
-                asked.update(key for key in options if group[key])
+                self._asked.append((group, options))
                 group.update(dict.fromkeys(options, False))
+        asked = sorted({key for _, options in self._asked for key, value in options.items() if value})
         if asked:
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-            if self._here.rank == 0:
-                write_notice(
-                    f"zero = 3: {type(optimizer).__name__} updates one parameter after the other, without "
-                    f"{' and '.join(sorted(asked))}: its groups have sharded parameters and whole ones (experts)"
-                )
+        if asked and not self._is_said and self._here.rank == 0:
+            self._is_said = True
+            write_notice(
+                f"zero = 3: {type(optimizer).__name__} updates one parameter after the other, without "
+                f"{' and '.join(asked)}: its groups have sharded parameters and whole ones (experts)"
+            )
+
+    def after(self, optimizer: Optimizer, *_: Any) -> None:
+        """See `torch.optim.Optimizer.register_step_post_hook`."""
+        for group, options in self._asked:
+            group.update(options)
+        self._asked = []
 
 
 def _cut(value: Any, shard: torch.Tensor) -> Any:

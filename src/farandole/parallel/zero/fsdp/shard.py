@@ -105,7 +105,7 @@ def shard_parameters(
     for each in optimizers:
         move_to_shards(each, shards)
         if left:
-            each.register_step_pre_hook(StepOneByOne(here))
+            StepOneByOne(here).install(each)
     _encode(here, root, plan, mesh.size(-1))
     return ShardedModel(here, model, plan, buffers)
 
