@@ -56,6 +56,7 @@ from .precision.passes import LowerPrecision, prepare_precision, start_precision
 from .recompute.recomputed import start_recomputing, stop_recomputing
 from .recompute.select import modules_to_recompute
 from .refuse_optimizers import refuse_codecs_and_optimizers, refuse_one_bit_adam
+from .tensor.sequence import put_first
 from .train_schedule import begin_schedule, end_schedule
 from .zero.fsdp.passes import ShardedModel
 from .zero.fsdp.shard import shard_parameters
@@ -283,6 +284,7 @@ def _exchange(
         shared = {each for _, each in shared_parameters(parameters_here(model))}
         others = [each for each in model.parameters() if each not in shared]
         sharded = shard_parameters(replicas, model, optimizers, plan, copies=copies, leave=others)
+        put_first(model)
         vars(model)["_farandole_sharded"] = sharded
         _sharded[model] = weakref.ref(sharded)
     else:

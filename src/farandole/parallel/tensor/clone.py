@@ -33,6 +33,8 @@ class OwnHook:
 
     is_part_of_forward = False
     """Whether the split module needs it to compute what it does."""
+    is_first = False
+    """Whether it must get a module's arguments before FSDP2, which would gather those that look whole."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnHook:
         return self

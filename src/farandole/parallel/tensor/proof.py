@@ -128,6 +128,8 @@ class Proofs:
 
 
 class _ProveOnce(OwnHook):
+    is_first = True
+
     def __init__(self, proofs: Proofs, name: str, entrance: Entrance) -> None:
         self.proofs, self.name, self.entrance = proofs, name, entrance
         self.handle: Any = None

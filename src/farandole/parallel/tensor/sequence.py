@@ -32,6 +32,8 @@ class _TokenHook(OwnHook):
 class EnterBlock(_TokenHook):
     """Give a block this rank's tokens of its first tensor."""
 
+    is_first = True
+
     def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
         """See `torch.nn.Module.register_forward_pre_hook`."""
         if self.seed is not None and block.training:
@@ -97,3 +99,11 @@ def install_tokens(
         block.register_forward_hook(LeaveBlock(ranks, name, seed))
     for name in entries:
         model.get_submodule(name).register_forward_pre_hook(GatherTokens(ranks, name), with_kwargs=True)
+
+
+def put_first(model: nn.Module) -> None:
+    """Let hooks of `model` that must be the first to get arguments be that, after others came before them."""
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in reversed([key for key, hook in hooks.items() if isinstance(hook, OwnHook) and hook.is_first]):
+            hooks.move_to_end(key, last=False)

@@ -166,10 +166,10 @@ def _index(lazy: LazyWhole, key: Any) -> Any:
 
 
 def _register_hook(lazy: LazyWhole, hook: Any) -> Any:
-    """Hooks of ours on outputs take the time, and look at no gradient: they need not have it whole."""
+    """Hooks that look at no gradient need not have it whole: ours, which take the time, and FSDP2's, which unshards."""
     inner = getattr(hook, "func", hook)
-    is_own = str(getattr(inner, "__module__", "")).startswith("farandole.")
-    return lazy.local.register_hook(hook) if is_own and lazy.local.requires_grad else NotImplemented
+    is_blind = str(getattr(inner, "__module__", "")).startswith(("farandole.", "torch.distributed.fsdp."))
+    return lazy.local.register_hook(hook) if is_blind and lazy.local.requires_grad else NotImplemented
 
 
 def _cross_entropy(  # noqa: PLR0917 - the signature of torch
