@@ -447,3 +447,26 @@ def test_a_step_that_raises_leaves_no_scale_for_the_next() -> None:
     steps.step()
     norm = nn.utils.get_total_norm([each.grad for each in double.parameters() if each.grad is not None])
     assert float(norm) == pytest.approx(0.01, rel=1e-4)
+
+
+@ranks(2)
+def test_a_scheduler_may_be_made_before_and_after() -> None:
+    """torch's schedulers take the method `step` apart, which some plans replace."""
+    fd.init()
+    for keys in ({"zero": 1}, {"zero": 2}, {"zero": 2, "bf16_parameters": True, "precision": "bf16"}):
+        trained = []
+        for is_early in (True, False):
+            torch.manual_seed(1)
+            model = nn.Linear(4, 4)
+            optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+            made = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if is_early else []
+            fd.distribute(model, optimizer, fd.Plan(**keys))  # type: ignore[arg-type]
+            scheduler = made[0] if made else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+                scheduler.step()
+            assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+            trained.append([each.detach().clone() for each in model.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(*trained, strict=True)), keys

@@ -13,7 +13,6 @@ rank that steps with its rows alone (ZeRO) rounds each element as a rank with th
 
 from __future__ import annotations
 
-import functools
 import math
 import weakref
 from collections.abc import Callable, Sequence
@@ -29,7 +28,7 @@ from torch.optim import Optimizer
 from ...comm.gradients.grad_ownership import drop_grads, replace_grad
 from ...comm.gradients.row_blocks import rows_of
 from ...core.vocabulary.errors import ConfigError, PlanError
-from .nested_step import is_nested_step
+from .nested_step import is_nested_step, undo_after_errors
 from .rounding import round_stochastically, seed_of
 
 _PART_ELEMENTS = 1 << 24
@@ -230,22 +229,7 @@ def round_steps(
         handle = optimizer.register_step_post_hook(rounded.after)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)  # rows are rounded before they are sent
-        _undo_after_errors(optimizer, rounded)
-
-
-def _undo_after_errors(optimizer: Optimizer, rounded: RoundedStep) -> None:
-    """Let `optimizer.step` leave the parameters in bfloat16 also when it raises: no hook runs after it then."""
-    inner = optimizer.step
-
-    @functools.wraps(inner)
-    def undoing(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        except BaseException:
-            rounded.undo(optimizer)
-            raise
-
-    optimizer.step = undoing  # type: ignore[method-assign]
+        undo_after_errors(optimizer, rounded.undo)
 
 
 def rounded_steps_of(model: nn.Module) -> RoundedSteps | None:

@@ -1,4 +1,4 @@
-"""Whether a step hook runs for a step within a step.
+"""Steps of an optimizer that hooks alone do not tell: one within a step, and one that raises.
 
 [Note: steps within steps] The hooks of an optimizer run around the `step` of every class that torch ever saw an
 object of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
@@ -8,8 +8,11 @@ wants the outer one. A count of begun and ended steps would not do: a step that 
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import FrameType
+from collections.abc import Callable
+from types import FrameType, MethodType
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -29,3 +32,19 @@ def _around(frame: FrameType | None, optimizer: Optimizer) -> FrameType | None:
             return frame
         frame = frame.f_back
     return None
+
+
+def undo_after_errors(optimizer: Optimizer, undo: Callable[[Optimizer], None]) -> None:
+    """Call `undo` when `optimizer.step` raises: no hook runs after it then."""
+    inner = optimizer.step
+
+    @functools.wraps(inner)
+    def undoing(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            undo(optimizer)
+            raise
+
+    # A method, as the one before it: schedulers of torch take it apart.
+    optimizer.step = MethodType(undoing, optimizer)  # type: ignore[method-assign]

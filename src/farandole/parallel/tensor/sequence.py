@@ -104,6 +104,6 @@ def install_tokens(
 def put_first(model: nn.Module) -> None:
     """Let hooks of `model` that must be the first to get arguments be that, after others came before them."""
     for module in model.modules():
-        hooks = module._forward_pre_hooks
+        hooks: Any = module._forward_pre_hooks
         for key in reversed([key for key, hook in hooks.items() if isinstance(hook, OwnHook) and hook.is_first]):
             hooks.move_to_end(key, last=False)

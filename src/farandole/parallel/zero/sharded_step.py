@@ -29,7 +29,7 @@ from ...comm.transport.comm_thread import BucketWork
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError
 from ..instrument.inner_exchange import inner_exchange
-from ..optim.nested_step import is_nested_step
+from ..optim.nested_step import is_nested_step, undo_after_errors
 from .state_shards import StateShard, StateShards, own_rows, shard_of
 from .step_in_parts import step_without_hooks
 
@@ -67,7 +67,7 @@ class ShardedStep:
         handle = optimizer.register_step_post_hook(self._end)
         hooks: Any = optimizer._optimizer_step_post_hooks
         hooks.move_to_end(handle.id, last=False)  # those of others see whole parameters
-        _restore_after_errors(optimizer, self)
+        undo_after_errors(optimizer, self.restore)
 
     # -- hooks ---------------------------------------------------------------------------------
 
@@ -273,17 +273,3 @@ class ShardedStep:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     values[key] = value[place[0] : place[1]].clone()
-
-
-def _restore_after_errors(optimizer: Optimizer, step: ShardedStep) -> None:
-    """Let `optimizer.step` leave the groups as they were also when it raises: no hook runs after it then."""
-    inner = optimizer.step
-
-    @functools.wraps(inner)
-    def restoring(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            step.restore(optimizer)
-
-    optimizer.step = restoring  # type: ignore[method-assign]

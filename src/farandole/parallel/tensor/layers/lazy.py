@@ -166,7 +166,7 @@ def _index(lazy: LazyWhole, key: Any) -> Any:
 
 
 def _register_hook(lazy: LazyWhole, hook: Any) -> Any:
-    """Hooks that look at no gradient need not have it whole: ours, which take the time, and FSDP2's, which unshards."""
+    """Hooks that look at no gradient need not have it whole: ours take the time, FSDP2's gathers parameters."""
     inner = getattr(hook, "func", hook)
     is_blind = str(getattr(inner, "__module__", "")).startswith(("farandole.", "torch.distributed.fsdp."))
     return lazy.local.register_hook(hook) if is_blind and lazy.local.requires_grad else NotImplemented

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
+from ...optim.nested_step import is_nested_step, undo_after_errors
 
 _MIXING = {
     "LBFGS": "it joins all parameters into one vector",
@@ -90,9 +91,9 @@ def move_to_shards(optimizer: Optimizer, shards: Mapping[torch.Tensor, torch.Ten
 class StepOneByOne:
     """Hooks around the steps of an optimizer that has sharded parameters and whole ones, such as experts.
 
-    The steps of torch for many parameters at once (``foreach``, ``fused``) take one kind of tensor. Groups with both
-    kinds have these options off during a step alone: other stages of a pipeline may have one kind, and what is saved
-    is to be the same on all ranks.
+    The steps of torch for many parameters at once (``foreach``, ``fused``) take one kind of tensor. Groups with
+    both kinds have these options off during a step alone: other stages of a pipeline may have one kind, and what
+    is saved is to be the same on all ranks.
     """
 
     def __init__(self, here: World) -> None:
@@ -104,10 +105,12 @@ class StepOneByOne:
         """Surround the steps of `optimizer`."""
         optimizer.register_step_pre_hook(self.before)
         optimizer.register_step_post_hook(self.after)
+        undo_after_errors(optimizer, self.after)
 
     def before(self, optimizer: Optimizer, *_: Any) -> None:
         """See `torch.optim.Optimizer.register_step_pre_hook`."""
-        self.after(optimizer)  # a step that raised an exception
+        if is_nested_step(optimizer):
+            return
         for group in optimizer.param_groups:
             options = {key: group[key] for key in ("foreach", "fused") if group.get(key, False) is not False}
             if options and len({isinstance(each, DTensor) for each in group["params"]}) > 1:
@@ -125,9 +128,10 @@ class StepOneByOne:
 
     def after(self, optimizer: Optimizer, *_: Any) -> None:
         """See `torch.optim.Optimizer.register_step_post_hook`."""
-        for group, options in self._asked:
-            group.update(options)
-        self._asked = []
+        if not is_nested_step(optimizer):
+            for group, options in self._asked:
+                group.update(options)
+            self._asked = []
 
 
 def _cut(value: Any, shard: torch.Tensor) -> Any:
