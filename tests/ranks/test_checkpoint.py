@@ -26,10 +26,12 @@ from farandole.checkpoint.directory import saved_steps, step_directory
 from farandole.checkpoint.lock import DirectoryLock
 from farandole.checkpoint.manifest import NAME
 from farandole.checkpoint.verify import verify_checkpoint
+from farandole.comm.world.background_store import BackgroundStore
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.vocabulary.errors import CheckpointError
+from farandole.core.vocabulary.errors import CheckpointError, PeerLost
 from farandole.observe.diagnose.verdict import diagnose
 from farandole.observe.record.progress import progress_line
+from farandole.train.checkpoint import saver
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 
@@ -480,6 +482,36 @@ def test_any_error_of_one_rank_is_known_to_all_at_once(tmp_path: Path) -> None:
     if here.rank:
         assert "rank 0: RuntimeError: no state today" in str(caught.value)
     assert fd.save(tmp_path, model, step=2) == 2
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+@ranks(2)
+def test_a_rank_that_is_late_is_not_told_that_a_whole_checkpoint_is_gone(tmp_path: Path, is_whole: bool) -> None:
+    """A save is the last call, rank 0 has committed and ended, and with it the store."""
+    here = fd.init()
+    model, take = nn.Linear(2, 2), BackgroundStore.take
+
+    def take_late(store: BackgroundStore, key: str, what: str, timeout_seconds: float) -> str:
+        said = take(store, key, what, timeout_seconds)
+        if here.rank and key.endswith("/end"):
+            raise PeerLost("the store, which rank 0 serves, is gone", rank=1, operation=key)
+        return said
+
+    def commit_nothing(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BackgroundStore, "take", take_late)
+        patch.setattr(saver, "_SEEN_SECONDS", 0.5)
+        if not is_whole:
+            patch.setattr(saver, "commit_manifest", commit_nothing)
+            with pytest.raises(
+                CheckpointError, match="which rank 0 serves, is gone" if here.rank else "No space left"
+            ):
+                fd.save(tmp_path, model, step=1)
+            return
+        assert fd.save(tmp_path, model, step=1) == 1
+    verify_checkpoint(tmp_path, 1)
 
 
 class Kept:

@@ -425,3 +425,20 @@ def test_outputs_that_are_views_train_without_a_warning_and_refuse_changes_in_pl
     fd.distribute(changing, sgd(changing), Plan(zero=3))
     with pytest.raises(RuntimeError, match="view and is being modified inplace"):
         changing(own(x))
+
+
+@ranks(2)
+def test_a_penalty_that_is_taken_before_the_forward_pass() -> None:
+    """As docs/zero3.md says: afterwards parameters outside of blocks are whole."""
+    fd.init()
+    alone, mine = pair()
+    others, optimizer = sgd(alone), sgd(mine)
+    fd.distribute(mine, optimizer, Plan(zero=3))
+    for x, y in batches(3):
+        for model, each, samples, targets in ((alone, others, x, y), (mine, optimizer, own(x), own(y))):
+            penalty: Any = 0.05 * sum(parameter.square().sum() for parameter in model.parameters())
+            loss = loss_of(model, samples, targets)
+            each.zero_grad()
+            (loss + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)).backward()
+            each.step()
+    require_close(mine, alone, "with a penalty", 1e-6)

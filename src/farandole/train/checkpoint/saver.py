@@ -27,6 +27,7 @@ from ...checkpoint.directory import (
     all_steps,
     commit_manifest,
     make_step_directory,
+    read_manifest,
     remove_leftovers,
     shard_name,
     step_directory,
@@ -297,11 +298,26 @@ class Saver:
             self._commit(work, [report])
         elif here.rank > 0:
             self._store.post(f"{work.topic}/{here.rank}", json.dumps(report))
-            end = self._store.take(f"{work.topic}/end", "rank 0's manifest", 2 * here.timeout_seconds)
+            try:
+                end = self._store.take(f"{work.topic}/end", "rank 0's manifest", 2 * here.timeout_seconds)
+            except FarandoleError:
+                if not self._is_committed(work):
+                    raise
+                return  # rank 0 has committed it and is gone: a save may be the last thing that a script does
             if problem := json.loads(end):
                 raise CheckpointError(problem)
         else:
             self._collect(work, report, self._store)
+
+    def _is_committed(self, work: _Work) -> bool:
+        """Return whether the manifest on the disk is that of this very save: its files have names of their own."""
+        end = time.monotonic() + _SEEN_SECONDS
+        while time.monotonic() < end:
+            with suppress(OSError, CheckpointError):
+                if work.name in read_manifest(self._directory, work.step).files:
+                    return True
+            time.sleep(0.05)
+        return False
 
     def _collect(self, work: _Work, report: dict[str, Any], store: BackgroundStore) -> None:
         """On rank 0: wait for the others, commit, and tell them how it ended."""
