@@ -460,7 +460,7 @@ def test_a_scheduler_may_be_made_before_and_after() -> None:
             model = nn.Linear(4, 4)
             optimizer = torch.optim.AdamW(model.parameters(), 0.1)
             made = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)] if is_early else []
-            fd.distribute(model, optimizer, fd.Plan(**keys))  # type: ignore[arg-type]
+            fd.distribute(model, optimizer, fd.Plan(**keys))
             scheduler = made[0] if made else torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             for _ in range(3):
                 optimizer.zero_grad()

@@ -308,6 +308,19 @@ def test_ranks_that_use_different_modules_are_told_so() -> None:
 
 
 @ranks(2)
+def test_an_attention_that_is_whole_is_named_where_tokens_are_divided() -> None:
+    fd.init()
+    model = Text()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(tensor=2, sequence_parallel=True))
+    words = (
+        r"'blocks.0', a Block, returns other values.*layers that are whole may not mix "
+        r"\(attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj\): divide those of an attention"
+    )
+    with pytest.raises(fd.PlanError, match=words):
+        model(batch(0)[0])
+
+
+@ranks(2)
 def test_statistics_over_tokens_are_refused_where_tokens_are_divided() -> None:
     fd.init()
     model = Text()

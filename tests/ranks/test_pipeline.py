@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
@@ -235,6 +237,27 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     refused("1 layers to cut at", lambda: fd.step(short, mse, x, y))
     order, _ = distributed(chain(), pipeline_cuts=["0"])
     refused("after its first call", lambda: fd.step(order, mse, x, y))
+
+
+@ranks(2)
+def test_an_average_of_weights_is_made_after_the_cut() -> None:
+    fd.init()
+    model = chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    fd.distribute(model, optimizer, Plan(pipeline=2, micro_batches=2))
+    with pytest.raises(
+        ConfigError, match=r"AveragedModel is made before the first farandole.step.*after the first"
+    ):
+        AveragedModel(model)
+    teacher = copy.deepcopy(model)
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    assert teacher(x).shape == (8, 3), "a copy of the whole model is one"
+    fd.step(model, nn.functional.mse_loss, x, y)
+    average = AveragedModel(model)
+    optimizer.step()
+    average.update_parameters(model)
+    for mean, parameter in zip(average.module.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mean, parameter), "the first update takes the parameters"
 
 
 @ranks(4)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from ...core.schedule.bubble import bubble_seconds
 from ...core.vocabulary.errors import ConfigError
@@ -105,7 +108,21 @@ class _Guard:
             )
 
     def __reduce__(self) -> tuple[type[_Guard], tuple[()]]:
+        pipeline = None if self._pipeline is None else self._pipeline()
+        if pipeline is not None and pipeline.own is None and _is_for_average(sys._getframe(1)):
+            raise ConfigError(
+                "AveragedModel is made before the first farandole.step, which leaves this rank a part of the model, "
+                "and the average would be of all of it",
+                remedy="make it after the first step",
+            )
         return (type(self), ())
+
+
+def _is_for_average(frame: FrameType | None) -> bool:
+    """Return whether torch's average of weights makes the copy that is being made."""
+    while frame is not None and frame.f_globals.get("__name__") != AveragedModel.__module__:
+        frame = frame.f_back
+    return frame is not None
 
 
 class _StepGuard:

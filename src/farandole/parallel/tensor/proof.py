@@ -31,8 +31,11 @@ from .layers.lazy import LazyWhole
 from .layers.ranks import DEGREE, TensorRanks
 from .layers.split_layers import inside
 from .partial_gradients import Entrance, Entrants, kinds_of_gradients
+from .sequence import EnterBlock
 
 SAMPLES = 2
+_NAMED = 4
+"""Layers that an error names at most."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _OF_16_BITS = 5e-2
 _FLOOR = 1e-2
@@ -109,7 +112,7 @@ class Proofs:
         if problems:
             raise PlanError(
                 f"tensor: the split {name or 'model'!r}, a {plain_class_of(unit).__name__}, {problems[0]}",
-                remedy=f'say what its layers are by tensor_recipe, or leave them whole: {{ "{name}*" = "whole" }}',
+                remedy=_remedy(name, unit),
             )
         return entrants
 
@@ -125,6 +128,21 @@ class Proofs:
                 name = others.get(id(leaf), f"of shape {list(leaf.shape)}")
                 return f"uses the parameter {name!r}, no attribute of its modules, in its divided part"
         return ""
+
+
+def _remedy(name: str, unit: nn.Module) -> str:
+    whole = [
+        path for path, module in unit.named_modules()
+        if any(each.dim() > 1 and _split_of(each) is None for each in module.parameters(recurse=False))
+    ]  # fmt: skip
+    if whole and any(isinstance(hook, EnterBlock) for hook in unit._forward_pre_hooks.values()):
+        more = f" and {len(whole) - _NAMED} more" if len(whole) > _NAMED else ""
+        return (
+            "with sequence_parallel a rank has some of the tokens, which layers that are whole may not mix "
+            f"({', '.join(whole[:_NAMED])}{more}): divide those of an attention by tensor_recipe, or leave "
+            "sequence_parallel out"
+        )
+    return f'say what its layers are by tensor_recipe, or leave them whole: {{ "{name}*" = "whole" }}'
 
 
 class _ProveOnce(OwnHook):
