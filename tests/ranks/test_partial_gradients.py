@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.split import split_of
+from farandole.parallel.tensor.apply_tensor import proofs_of
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import NAMED, TOKENS, WIDTH, WORDS
@@ -169,6 +171,44 @@ def test_a_backward_pass_in_two_parts_sums_the_same(schedule: str) -> None:
         mine_only = {name for name, each in mine.named_parameters() if each.numel()}
         assert mine_only, "this stage has no parameters"
         assert_same_training(mine, alone, f"{schedule}, by tokens {by_tokens}")
+
+
+@ranks(4)
+@takes(60)
+@pytest.mark.parametrize("recompute", ["none", "blocks"])
+def test_shards_beside_divided_tokens(recompute: str) -> None:
+    """Replicas have one sample and three; no more is sent between tensor ranks than without shards."""
+    here = fd.init()
+    calls = []
+    for keys in ({"data": 2}, {"shard": 2, "zero": 3}, {"data": 2, "zero": 3}):
+        torch.manual_seed(3)
+        mine = Text().double()
+        zero_branches(mine)
+        alone = copy.deepcopy(mine)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (mine, alone)]
+        plan = fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True, recompute=recompute, **keys)  # type: ignore[arg-type]
+        fd.distribute(mine, optimizers[0], plan)
+        proofs = proofs_of(mine)
+        assert proofs is not None
+        for step in range(3):
+            optimizers[1].zero_grad()
+            tokens, targets = batch(step)
+            loss_of(alone(tokens), targets).backward()
+            optimizers[0].zero_grad()
+            tokens, targets = batch(step, *((0, 1), (1, 4))[here.sample_rank])
+            proofs.ranks.calls.clear()
+            fd.weight(targets.numel())
+            loss_of(mine(tokens), targets).backward()
+            for each in optimizers:
+                each.step()
+        calls.append(dict(proofs.ranks.calls))
+        for (name, parameter), whole in zip(mine.named_parameters(), alone.parameters(), strict=True):
+            split, found = split_of(parameter), parameter.detach()
+            right = whole.detach() if split is None else split.take(whole.detach())
+            off = float(((found.full_tensor() if isinstance(found, DTensor) else found) - right).abs().max())
+            assert off <= 1e-10, f"{keys}: {name} is off by {off}"
+    assert calls[1] == calls[0], calls
+    assert calls[2] == calls[0], calls
 
 
 @ranks(2)

@@ -111,7 +111,7 @@ class _Guard:
         pipeline = None if self._pipeline is None else self._pipeline()
         if pipeline is not None and pipeline.own is None and _is_for_average(sys._getframe(1)):
             raise ConfigError(
-                "AveragedModel is made before the first farandole.step, which leaves this rank a part of the model, "
+                "AveragedModel is made before the first farandole.step, which leaves a rank a part of the model, "
                 "and the average would be of all of it",
                 remedy="make it after the first step",
             )

@@ -59,7 +59,8 @@ class LazyWhole(torch.Tensor):
         if function in _FACTS:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if lazy is not None and lazy.gathered is None and function in _LOCAL:
+        is_local = function is _T.register_hook or (lazy is not None and lazy.gathered is None)
+        if lazy is not None and is_local and function in _LOCAL:
             found = _LOCAL[function](lazy, *args[1:], **kwargs) if args[0] is lazy else NotImplemented
             if found is not NotImplemented:
                 return found
@@ -208,7 +209,8 @@ _FACTS = {
     _T.shape.__get__, _T.dtype.__get__, _T.device.__get__, _T.ndim.__get__, _T.size, _T.dim, _T.numel,
     _T.layout.__get__, _T.is_floating_point, torch.is_floating_point, torch.numel, _T.nelement, _T.__len__,
     _T.requires_grad.__get__, _T.is_cuda.__get__, _T.element_size, _T.is_complex, torch.is_complex,
-    _T.is_sparse.__get__, _T.is_quantized.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__,
+    _T.is_sparse.__get__, _T.is_quantized.__get__, _T.grad_fn.__get__, _T.is_leaf.__get__, _T._is_view,
+    _T._base.__get__,
 }  # fmt: skip
 """What does not depend on values, or is the graph's own."""
 _LOCAL: dict[Any, Callable[..., Any]] = {
