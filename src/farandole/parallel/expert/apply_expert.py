@@ -47,24 +47,23 @@ def apply_expert(
     """
     degree = mesh.size("expert")
     ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
-    for _, layer in ours:
+    alone = degree == 1 and mesh.size(*SAME_PARAMETERS) == 1
+    ranks = None if alone else _ranks_of(plan, mesh, SAME_PARAMETERS)
+    for name, layer in ours:
         layer.last.is_in_pipeline = mesh.size("pipeline") > 1
-    if tokens is not None:
+        layer.last.name, layer.last.ranks, layer.last.token_ranks = name, ranks, None
+    if tokens is not None and tokens.blocks and ours:
+        # The ranks of a tensor group have other tokens of one batch.
+        wider = _ranks_of(plan, mesh, (*SAME_PARAMETERS, "tensor"))
         for _, layer in _layers_in(model, tokens.blocks):
-            layer.last.token_ranks = tokens.ranks
-    foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
-    if degree == 1:
-        if ours and (mesh.size(*SAME_PARAMETERS) > 1 or plan.sequence_parallel):
-            ranks = _ranks_of(plan, mesh)
-            for name, layer in ours:
-                layer.last.ranks, layer.last.name = ranks, name
+            layer.last.ranks, layer.last.token_ranks = wider, tokens.ranks
+    if degree == 1 or ranks is None:
         return
+    foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
     for name, module in foreign:
         prove_experts(name, module)
-    ranks = _ranks_of(plan, mesh)
-    for name, layer in ours:
+    for _, layer in ours:
         _divide(layer.experts, layer.routing.num_experts, optimizers, ranks)
-        layer.last.ranks, layer.last.name = ranks, name
     for name, module in foreign:
         count = int(vars(module)["num_experts"])
         _divide(module, count, optimizers, ranks)
@@ -74,9 +73,8 @@ def apply_expert(
         _report_whole(model)
 
 
-def _ranks_of(plan: Plan, mesh: Mesh) -> ExpertRanks:
-    # With divided tokens, the ranks of a tensor group have other tokens of one batch.
-    degrees = (*SAME_PARAMETERS, "tensor") if plan.sequence_parallel else SAME_PARAMETERS
+def _ranks_of(plan: Plan, mesh: Mesh, degrees: Sequence[str]) -> ExpertRanks:
+    """Return the ranks of one batch: those that differ in `degrees` alone."""
     batch, batch_group = mesh.ranks(*degrees), mesh.group(*degrees)
     group = mesh.group("expert") if mesh.size("expert") > 1 else None
     assert batch_group is not None, f"{mesh} has one rank"
