@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -412,9 +413,14 @@ def test_losses_of_routers_are_of_all_tokens() -> None:
                 losses.append(float(loss.detach()))
             assert abs(losses[0] - losses[1]) <= 1e-10, f"by tokens {by_tokens}: {losses}"
         assert_same_training(mine, alone, f"by tokens {by_tokens}")
-    model = Experts(capacity=1.0)
-    with pytest.raises(fd.PlanError, match=r"blocks.0.mlp has a capacity, which takes all tokens of a sample"):
-        fd.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1),
-            fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True),
-        )  # fmt: skip
+    logits: Any = Experts()
+    logits.config = SimpleNamespace(output_router_logits=True)
+    for model, words in (
+        (Experts(capacity=1.0), "blocks.0.mlp has a capacity, which takes all tokens of a sample"),
+        (logits, r"loss has one of its routers \(output_router_logits = True\)"),
+    ):
+        with pytest.raises(fd.PlanError, match=words):
+            fd.distribute(
+                model, torch.optim.SGD(model.parameters(), 0.1),
+                fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True),
+            )  # fmt: skip

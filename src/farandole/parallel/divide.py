@@ -16,7 +16,7 @@ from ..comm.gradients.parameters import ParameterTable
 from ..comm.world.store_sync import require_same
 from ..core.vocabulary.spec import MOST_ZERO, Plan
 from .context.apply import apply_context, refuse_sequences
-from .expert.apply_expert import apply_expert, has_experts, refuse_capacities, refuse_experts
+from .expert.apply_expert import apply_expert, has_experts, refuse_divided_tokens, refuse_experts
 from .global_norm import watch_norms
 from .mesh import Mesh
 from .refuse_optimizers import refuse_indivisible
@@ -41,7 +41,7 @@ def check_division(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer]
         check_shardable(mesh.here, model, optimizers, plan)
     refuse_indivisible(optimizers, mesh.degrees)
     if mesh.size("tensor") > 1:
-        refuse_capacities(model, plan_tensor(model, plan, mesh).places.blocks)
+        refuse_divided_tokens(model, plan_tensor(model, plan, mesh).places.blocks)
     if mesh.size("expert") > 1:
         refuse_experts(model, optimizers, mesh.size("expert"))
     if mesh.size("context") > 1:

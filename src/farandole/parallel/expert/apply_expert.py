@@ -89,8 +89,8 @@ def _layers_in(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, Mixtu
     return [(name, each) for name, each in found if f"{name}.".startswith(inside or ("\0",))]
 
 
-def refuse_capacities(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Raise `PlanError` for a capacity in one of `blocks`, of whose tokens a rank has some of each sample."""
+def refuse_divided_tokens(model: nn.Module, blocks: Sequence[str]) -> None:
+    """Raise `PlanError` for experts in `blocks`, of whose tokens a rank has some of each sample, that need all."""
     for name, layer in _layers_in(model, blocks):
         if layer.routing.capacity_factor is not None:
             raise PlanError(
@@ -98,6 +98,12 @@ def refuse_capacities(model: nn.Module, blocks: Sequence[str]) -> None:
                 "before those of the next, and a rank has some of each",
                 remedy="use capacity_factor=None, or leave sequence_parallel out",
             )
+    if blocks and getattr(getattr(model, "config", None), "output_router_logits", False):
+        raise PlanError(
+            "plan: sequence_parallel = true, but the model's loss has one of its routers (output_router_logits = "
+            "True), which would be of this rank's tokens alone",
+            remedy="set model.config.output_router_logits = False, or leave sequence_parallel out",
+        )
 
 
 def _divide(module: nn.Module, count: int, optimizers: Sequence[Optimizer], ranks: ExpertRanks) -> None:
