@@ -22,6 +22,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.train.stall.call_stack import Stack, find_operation, find_pause, find_place, read_stack
 from farandole.train.stall.pace import FIRST_STEPS, Pace
 from farandole.train.stall.sampler import STILL_SAMPLES, Sampler
+from farandole.train.stall.watcher import StallWatcher
 
 DEFAULT = Plan().stall_seconds
 
@@ -249,3 +250,24 @@ def test_a_phase_is_open_inside_its_context_only() -> None:
         assert names == []
     finally:
         fd.shutdown()
+
+
+def test_an_error_of_a_look_is_told_once_and_ends_no_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    looks = threading.Semaphore(0)
+
+    def look(now: float) -> None:
+        looks.release()
+        raise RuntimeError("dictionary changed size during iteration")
+
+    monkeypatch.setattr(StallWatcher, "_period", 0.01)
+    watcher = StallWatcher(fd.init(), tmp_path, None)
+    monkeypatch.setattr(watcher, "_look", look)
+    watcher.open()
+    try:
+        for _ in range(3):
+            assert looks.acquire(timeout=10), "the watch has ended"
+    finally:
+        watcher.close(keep_positions=False)
+    assert capfd.readouterr().err.count("looking for hangs: RuntimeError: dictionary changed size") == 1

@@ -56,7 +56,7 @@ def read_stack(thread: int) -> Stack:
 def _module_of(file: str) -> str:
     """Return the name of the module that a file is; empty if none is."""
     if file not in _modules:
-        for name, module in list(sys.modules.items()):
+        for name, module in sys.modules.copy().items():  # other threads import
             path = getattr(module, "__file__", None)
             if isinstance(path, str):
                 _modules.setdefault(path, name)

@@ -88,13 +88,19 @@ class StallWatcher:
         return min(PERIOD_SECONDS, self._stall_seconds / 8) if self._stall_seconds else PERIOD_SECONDS
 
     def _run(self) -> None:
+        failed = False
         while not self._closing.is_set():
-            if self._neighbours is None:
-                self._closing.wait(self._period)
-            else:
-                self._neighbours.serve(self._period, until=self._closing.is_set)
-            if not self._closing.is_set() and self._stall_seconds:
-                self._look(time.monotonic())
+            try:
+                if self._neighbours is None or failed:
+                    self._closing.wait(self._period)
+                else:
+                    self._neighbours.serve(self._period, until=self._closing.is_set)
+                if not self._closing.is_set() and self._stall_seconds:
+                    self._look(time.monotonic())
+            except Exception as problem:  # whoever watches for hangs looks on, whatever it meets
+                if not failed:
+                    write_notice(f"rank {self._here.rank}: looking for hangs: {type(problem).__name__}: {problem}")
+                failed = True
 
     def _look(self, now: float) -> None:
         most = _LONGEST_LOOK * self._period
