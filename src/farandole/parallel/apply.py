@@ -285,8 +285,7 @@ def _exchange(
         others = [each for each in model.parameters() if each not in shared]
         sharded = shard_parameters(replicas, model, optimizers, plan, copies=copies, leave=others)
         put_first(model)
-        vars(model)["_farandole_sharded"] = sharded
-        _sharded[model] = weakref.ref(sharded)
+        vars(model)["_farandole_sharded"], _sharded[model] = sharded, weakref.ref(sharded)
     else:
         _reducers[model] = reducer or _make_reducer(replicas, model, plan)
     expert_reducer = make_expert_reducer(mesh, parameters_here(model), plan, class_of(model))

@@ -3,16 +3,13 @@
 [Note: seeds of a pass] Tensor ranks compute the layers that are not split on the same activations, and dropout
 there must drop the same elements, or they train different models without an error. So each forward pass begins
 with a seed that tensor ranks have in common and others do not: of the replica, the part of the sequence, and the
-number of the pass. Within a split layer ranks hold different elements, and draw different numbers
-(`split_region`): that seed is drawn from the common generator, so that a recomputed pass, which gets the
-generator's state back, draws it again. The generator of the script has its own state back when the pass is over.
+number of the pass. Within a split layer ranks hold different elements, and draw different numbers: see
+[Note: seeds of a region]. The generator of the script has its own state back when the pass is over.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,19 +81,6 @@ def seed_passes(model: nn.Module, mesh: Mesh) -> None:
 def pass_seeds_of(model: nn.Module) -> PassSeeds | None:
     """Return the seeds of a model's passes, for what runs its layers one by one; None if it has none."""
     return _pass_seeds.get(model)
-
-
-@contextmanager
-def split_region(mesh: Mesh) -> Iterator[None]:
-    """Draw random numbers of this tensor rank inside; outside the generator goes on as on all tensor ranks."""
-    device = mesh.here.device
-    drawn = int(torch.randint(_LARGE, (1,), dtype=torch.int64))
-    kept = _states(device)
-    _seed(_mixed(drawn, mesh.rank("tensor"), 1), device)
-    try:
-        yield
-    finally:
-        _restore(kept, device)
 
 
 def _mixed(*numbers: int) -> int:

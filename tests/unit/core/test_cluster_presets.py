@@ -10,8 +10,8 @@ from farandole.core.cluster.cluster_file import read_cluster, write_cluster
 from farandole.core.cluster.compare import figures_of
 from farandole.core.cluster.find import find_cluster
 from farandole.core.cluster.limits import check_cluster
-from farandole.core.cluster.preset_tables import DEVICES, NETWORKS, SYSTEMS
-from farandole.core.cluster.presets import preset_cluster, preset_names
+from farandole.core.cluster.preset_tables import DEVICES, NETWORKS
+from farandole.core.cluster.presets import preset_cluster
 from farandole.core.cluster.resize import with_ranks
 from farandole.core.vocabulary.errors import ConfigError
 
@@ -25,7 +25,6 @@ def test_every_device_with_every_network_is_a_possible_cluster() -> None:
             inner, outer = (tier.collectives["all_reduce"].bytes_per_second.value for tier in cluster.tiers)
             assert outer <= DEVICES[device].tcp_cap.high or not NETWORKS[network].is_tcp, (device, network)
             assert inner > 0, (device, network)
-    assert set(SYSTEMS) < set(preset_names())
 
 
 def test_the_published_figures_are_there(tmp_path: Path) -> None:

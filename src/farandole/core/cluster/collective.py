@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..step_model.comm_cost import communication_seconds, ring_bytes
+from ..step_model.comm_cost import ring_bytes
 from ..vocabulary.errors import ConfigError
 from ..vocabulary.suggestions import did_you_mean
-from .cluster import OPERATIONS, CollectiveCost
+from .cluster import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,3 @@ def collective_work(operation: str, ranks: int, nbytes: float) -> CollectiveWork
         return CollectiveWork(float(nbytes), rounds)
     passes = 2 if operation == "all_reduce" else 1
     return CollectiveWork(ring_bytes(nbytes, ranks, passes), passes * rounds)
-
-
-def collective_seconds(cost: CollectiveCost, operation: str, ranks: int, nbytes: float) -> float:
-    """Return what a collective takes at these costs: rounds x latency + bytes / bandwidth."""
-    work = collective_work(operation, ranks, nbytes)
-    return communication_seconds(
-        work.sent_bytes, cost.bytes_per_second.value, work.rounds, cost.latency_seconds.value
-    )

@@ -50,11 +50,6 @@ class PresetName:
     interfaces: int
 
 
-def preset_names() -> list[str]:
-    """Return systems, devices, and devices with a network in short."""
-    return [*SYSTEMS, *DEVICES, *(f"DEVICE+{network}" for network in NETWORKS)]
-
-
 def preset_cluster(name: str, ranks: int) -> Cluster:
     """Return the cluster of a preset with `ranks` ranks.
 

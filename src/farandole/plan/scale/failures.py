@@ -11,7 +11,6 @@ interval for restart dumps", FGCS 22, 2006, section 3. Goodput is w over that. T
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 from ...core.vocabulary.errors import ConfigError
@@ -106,38 +105,9 @@ def goodput(work: float, save: float, restart: float, between: float) -> float:
     return work / (between * math.exp(restart / between) * math.expm1(exponent))
 
 
-def young_interval(save: float, between: float) -> float:
-    """Return Young's best training time between checkpoints, in seconds."""
-    return max(math.sqrt(2 * save * between) - save, save)
-
-
 def best_interval(save: float, between: float) -> float:
     """Return Daly's best training time between two checkpoints, in seconds; `between` failures, if too short."""
     if save >= 2 * between:
         return between
     part = save / (2 * between)
     return math.sqrt(2 * save * between) * (1 + math.sqrt(part) / 3 + part / 9) - save
-
-
-def simulate_goodput(
-    work: float, save: float, restart: float, between: float, *, intervals: int, seed: int = 0
-) -> float:
-    """Return the share of kept work in a job of so many `intervals`, failure by failure.
-
-    Times are seconds. What `goodput` is checked against: nothing of its formula is used here.
-    """
-    draw = random.Random(seed)
-    clock, failure, done = 0.0, draw.expovariate(1 / between), 0
-    while done < intervals:
-        end = clock + work + save
-        if failure >= end:
-            clock, done = end, done + 1
-            continue
-        clock = failure
-        while True:  # a restart may fail too
-            failure = clock + draw.expovariate(1 / between)
-            if failure >= clock + restart:
-                clock += restart
-                break
-            clock = failure
-    return intervals * work / clock

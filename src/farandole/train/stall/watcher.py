@@ -97,7 +97,7 @@ class StallWatcher:
                     self._neighbours.serve(self._period, until=self._closing.is_set)
                 if not self._closing.is_set() and self._stall_seconds:
                     self._look(time.monotonic())
-            except Exception as problem:  # whoever watches for hangs looks on, whatever it meets
+            except Exception as problem:  # no error ends the watch
                 if not failed:
                     write_notice(f"rank {self._here.rank}: looking for hangs: {type(problem).__name__}: {problem}")
                 failed = True
