@@ -78,15 +78,15 @@ class BackwardPasses:
     def hook(self, index: int) -> None:
         """Call `mark_ready` when a gradient of parameter `index` is accumulated, now or when it is not frozen."""
         handles, parameter = self._handles[index], self._parts.buckets.table.parameters[index]
-        trains = parameter.requires_grad
-        if handles or not (trains or type(parameter) is torch.nn.Parameter):
+        if handles or not ((trains := parameter.requires_grad) or type(parameter) is torch.nn.Parameter):
             return
         vars(parameter)[_KEPT] = _Kept(self._owner())
         parameter.requires_grad_(True)  # torch wants it so for a hook, which stays whatever is set afterwards
-        ready, aside = weakref.WeakMethod(self.mark_ready), weakref.WeakMethod(self._set_aside_shard)
-        handles.append(parameter.register_post_accumulate_grad_hook(partial(_call, ready, index)))
+        call = partial(_call, weakref.WeakMethod(self.mark_ready), index)
+        handles.append(parameter.register_post_accumulate_grad_hook(call))
         if self._parts.options.mesh is not None:
-            handles.append(parameter.register_hook(partial(_set_aside, aside, index)))
+            aside = partial(_set_aside, weakref.WeakMethod(self._set_aside_shard), index)
+            handles.append(parameter.register_hook(aside))
         parameter.requires_grad_(trains)
 
     def unhook(self) -> None:
