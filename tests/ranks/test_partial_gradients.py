@@ -78,6 +78,14 @@ def zero_branches(model: nn.Module) -> None:
             nn.init.zeros_(each)
 
 
+def tie_norms(model: nn.Module) -> None:
+    """Let queries and keys share the weight of their norms, and both norms of a block theirs."""
+    for block in model.get_submodule("blocks").children():
+        one, two = block.get_submodule("one"), block.get_submodule("two")
+        one.weight, one.bias = two.weight, two.bias
+        block.get_submodule("attention.k_norm").weight = block.get_submodule("attention.q_norm").weight
+
+
 def freeze_norms(model: nn.Module) -> None:
     for name, each in model.named_parameters():
         each.requires_grad_("norm" not in name and "gate" not in name and "o_proj.bias" not in name)
@@ -119,6 +127,7 @@ CASES: list[tuple[str, Callable[[nn.Module], None] | None, bool, bool]] = [
     ("branches that begin at zero", zero_branches, False, False),
     ("norms that train later", freeze_norms, True, False),
     ("a penalty on all parameters", None, False, True),
+    ("norms that share their parameters", tie_norms, False, False),
 ]
 
 
@@ -262,6 +271,8 @@ class Pair(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return (batch, width)."""
         hidden = torch.relu(self.up(x)) * self.strength
+        if self.how == "keeps":
+            self.penalty = self.scale.square().sum()  # for the loss
         if self.how == "elsewhere":
             hidden = hidden * self.elsewhere[0]
         elif self.how != "later" or not self.on:
@@ -285,6 +296,7 @@ class Around(nn.Module):
 REFUSED = [
     ("twice", r"the split 'inner', a Pair, uses 'scale' both inside and outside of its divided part"),
     ("elsewhere", r"'inner', a Pair, uses the parameter 'free', no attribute of its modules, in its divided part"),
+    ("keeps", r"'inner', a Pair, uses 'scale' both inside and outside of its divided part"),
     ("off", r"'inner', a Pair, gives its divided layers no gradient, whatever their values"),
 ]
 
@@ -359,6 +371,39 @@ def test_an_attention_that_is_whole_is_named_where_tokens_are_divided() -> None:
     )
     with pytest.raises(fd.PlanError, match=words):
         model(batch(0)[0])
+
+
+class Auxiliary(Block):
+    """Keeps a term of the loss, over its tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Take and return (batch, tokens, width)."""
+        self.auxiliary = self.two(x).square().mean()
+        return super().forward(x)
+
+
+@ranks(2)
+def test_what_a_block_keeps_for_the_loss_is_proven_too() -> None:
+    """With whole tokens it is that of one process; with divided ones each rank has that of its own: refused."""
+    fd.init()
+    for by_tokens in (False, True):
+        torch.manual_seed(3)
+        mine = Text()
+        mine.blocks = nn.ModuleList([Auxiliary() for _ in range(2)])
+        mine.double()
+        alone: Any = copy.deepcopy(mine)
+        optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (mine, alone)]
+        fd.distribute(mine, optimizers[0], fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=by_tokens))
+        if by_tokens:
+            with pytest.raises(fd.PlanError, match="keeps 'auxiliary', with other values than in the plain one"):
+                mine(batch(0)[0])
+            return
+        for model, optimizer in zip((mine, alone), optimizers, strict=True):
+            tokens, targets = batch(0)
+            loss = loss_of(model(tokens), targets)
+            (loss + sum(block.auxiliary for block in model.blocks)).backward()
+            optimizer.step()
+        assert_same_training(mine, alone, "whole tokens")
 
 
 @ranks(2)

@@ -27,9 +27,6 @@ _EXAMPLES = """\
   farandole emulate --hosts 2 --rate 1gbit -- farandole test
   farandole test --device cuda
 """
-_PASSED_ON = (
-    "include", "exclude", "ssh_port", "ssh_identity_file", "ssh_command", "python", "chdir", "prelude",
-)  # fmt: skip
 _MARKS = {True: "ok", False: "FAIL", None: "not checked"}
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Source = Literal["measured", "preset", "fitted"]
-SOURCES: tuple[Source, ...] = ("measured", "preset", "fitted")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,29 +1,23 @@
-"""A pipeline schedule is a list of actions for each rank; it is data, and has a text form.
+"""A pipeline schedule is a list of actions for each rank; it is data.
 
 An action is written ``2F5``: stage 2, forward, micro-batch 5. The kinds are F (forward), B (backward), and for
 schedules that divide the backward pass I (gradients of the stage's inputs) and W (gradients of its weights).
 
->>> Action.parse("2F5")
-Action(stage=2, kind='F', micro_batch=5)
+>>> str(Action(stage=2, kind="F", micro_batch=5))
+'2F5'
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import NamedTuple
-
-from ..vocabulary.errors import PlanError
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 KINDS = {
     FORWARD: "forward", BACKWARD: "backward", BACKWARD_INPUT: "backward of inputs",
     BACKWARD_WEIGHT: "backward of weights",
 }  # fmt: skip
-_TEXT = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
-_RANK = re.compile(r"rank (\d{1,6}):(.*)")
-_HEAD = re.compile(r"schedule ([\w-]+), micro-batches (\d{1,6}), ranks of the stages ([\d ]+)")
 
 
 class Action(NamedTuple):
@@ -35,17 +29,6 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro_batch}"
-
-    @classmethod
-    def parse(cls, text: str) -> Action:
-        """Return the action that `text` stands for; raise `PlanError` for any other text."""
-        found = _TEXT.fullmatch(text)
-        if found is None:
-            raise PlanError(
-                f"schedule: {text!r} is no action",
-                remedy="write stage, kind (F, B, I or W) and micro-batch, such as 2F5",
-            )
-        return cls(int(found[1]), found[2], int(found[3]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,31 +68,6 @@ class Schedule:
             for row in self.actions
         ]
         return replace(self, micro_batches=micro_batches, actions=tuple(actions))
-
-    def to_text(self) -> str:
-        """Return the text form; `parse_schedule` reads it."""
-        ranks = " ".join(map(str, self.stage_ranks))
-        lines = [f"schedule {self.name}, micro-batches {self.micro_batches}, ranks of the stages {ranks}"]
-        lines += [f"rank {rank}: {' '.join(map(str, each))}" for rank, each in enumerate(self.actions)]
-        return "\n".join(lines) + "\n"
-
-
-def parse_schedule(text: str) -> Schedule:
-    """Read the text form of a schedule; raise `PlanError` where it is none. Not validated: see `validate`."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    head = _HEAD.fullmatch(lines[0]) if lines else None
-    if head is None:
-        raise PlanError(
-            f"schedule: the first line is {lines[0] if lines else ''!r}",
-            remedy='write "schedule NAME, micro-batches 8, ranks of the stages 0 1 2 3"',
-        )
-    actions: list[tuple[Action, ...]] = []
-    for line in lines[1:]:
-        found = _RANK.fullmatch(line)
-        if found is None or int(found[1]) != len(actions):
-            raise PlanError(f"schedule: expected the line of rank {len(actions)}, got {line[:80]!r}")
-        actions.append(tuple(Action.parse(word) for word in found[2].split()))
-    return Schedule(head[1], int(head[2]), tuple(map(int, head[3].split())), tuple(actions))
 
 
 def is_ready(action: Action, done: Container[tuple[int, str, int]], stages: int, *, divided: bool) -> bool:

@@ -47,8 +47,8 @@ def apply_expert(
     """
     degree = mesh.size("expert")
     ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
-    alone = degree == 1 and mesh.size(*SAME_PARAMETERS) == 1
-    ranks = None if alone else _ranks_of(plan, mesh, SAME_PARAMETERS)
+    meets = degree > 1 or (bool(ours) and mesh.size(*SAME_PARAMETERS) > 1)
+    ranks = _ranks_of(plan, mesh, SAME_PARAMETERS) if meets else None
     for name, layer in ours:
         layer.last.is_in_pipeline = mesh.size("pipeline") > 1
         layer.last.name, layer.last.ranks, layer.last.token_ranks = name, ranks, None

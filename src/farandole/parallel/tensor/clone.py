@@ -1,12 +1,13 @@
-"""Copies of a module for the proof: split as it is, and whole as it was; with own parameters, without hooks.
+"""Copies for the proof: of a module, split as it is and whole as it was, without hooks; and of its arguments.
 
-Their values are drawn, and all of them train: where a branch begins at zero, or is frozen, equal gradients would
-prove nothing.
+The values of parameters are drawn, and all of them train: where a branch begins at zero, or is frozen, equal
+gradients would prove nothing.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -16,9 +17,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
 
 from ..changed_class import plain_class_of
+from ..precision.nested import map_tensors
 from ..split import mark_split, split_of
+from .layers.lazy import LazyWhole
 from .layers.ranks import DEGREE
 from .layers.split_layers import SplitLayer
 
@@ -125,3 +129,29 @@ def detached(values: Any, dtype: torch.dtype | None) -> Any:
         return copy.deepcopy(values)  # caches of keys and values grow with every call
     except Exception:  # anything may be an argument; what has no copy is given as it is
         return values
+
+
+def first_samples(args: Any, kwargs: Any, count: int | None) -> Any:
+    """Return the first `count` samples of tensors whose first dimension is that of the first tensor; None: all."""
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor) and each.dim()]
+    if not tensors:
+        return args, kwargs
+    batch = tensors[0].shape[0]
+
+    def cut(value: torch.Tensor) -> torch.Tensor:
+        value = value.whole() if isinstance(value, LazyWhole) else value
+        return value[:count] if value.dim() > 1 and value.shape[0] == batch else value
+
+    return map_tensors((args, kwargs), cut)
+
+
+def varied(args: Any, kwargs: Any) -> Any:
+    """Return the arguments with drawn values added to the activation: a branch before it may begin at zero."""
+    values = tree_flatten((args, kwargs))[0]
+    at = next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
+    if at is None:
+        return args, kwargs
+    size = float(at.detach().float().std(correction=0)) if at.numel() else 0.0
+    noise = drawn((*at.shape, 1), "input").squeeze(-1) * (size if 0 < size < math.inf else 1.0)
+    moved = (at.detach() + noise.to(at)).requires_grad_(at.requires_grad)
+    return map_tensors((args, kwargs), lambda each: moved if each is at else each)

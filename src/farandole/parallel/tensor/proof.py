@@ -3,17 +3,17 @@
 [Note: proof of a recipe] Before the first forward pass of a unit its ranks run both the plain module and the split
 one on the first samples of the real input, forward and backward. Both have the same drawn values, all of which
 train, and a sum of the input and drawn values: where a branch begins at zero, equal gradients would prove nothing.
-Outputs and gradients must be equal to rounding, or all ranks raise an error that names the module. Units that
-are equal but for values are proven once. Which of the parameters that are whole on all ranks get a part of their
-gradient on each is found in the graph (see [Note: partial gradients]), and the sum must be that of the plain one.
+Outputs, what modules keep for the loss, and gradients must be equal to rounding, or all ranks raise an error that
+names the module. Units that are equal but for values are proven once. Which of the parameters that are whole on
+all ranks get a part of their gradient on each is found in the graph (see [Note: partial gradients]), and the sum
+must be that of the plain one.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...core.vocabulary.errors import PlanError
 from ..changed_class import plain_class_of
 from ..split import Split, split_of
-from .clone import OwnHook, clone, detached, drawn
+from .clone import OwnHook, clone, detached, first_samples, varied
 from .layers.lazy import LazyWhole
 from .layers.ranks import DEGREE, TensorRanks
 from .layers.split_layers import inside
@@ -87,8 +87,8 @@ class Proofs:
             _require_same_input(name, *few, ranks)
             try:
                 divided = _run(split, *few)
-                if len(plain.outputs) != len(divided.outputs):
-                    problem = f"returns {len(divided.outputs)} tensors, expected {len(plain.outputs)}"
+                if len(plain.outputs) != len(divided.outputs) or plain.kept != divided.kept:
+                    problem = f"returns or keeps {len(divided.outputs)} tensors, expected {len(plain.outputs)}"
                 else:
                     pairs = zip(plain.outputs, divided.outputs, strict=True)
                     kinds = ["whole" if one.shape == other.shape else "part" for one, other in pairs]
@@ -96,10 +96,13 @@ class Proofs:
             except Exception as error:
                 problem = f"does not run on this rank's part: {_first(error)}"
         problem = problem or _difference(expected, found, split, ranks) or self._strange_use(found, split)
-        whole = [path for path, each in split.named_parameters() if each.requires_grad and _split_of(each) is None]
+        whole = {
+            path: found.kinds.get(id(each)) for path, each in split.named_parameters(remove_duplicate=False)
+            if each.requires_grad and _split_of(each) is None
+        }  # fmt: skip
         entrants = Entrants(
-            tuple(path for path in whole if "part" in found.kinds.get(path, ())),
-            tuple(path for path in whole if path not in found.kinds),
+            tuple(path for path, kinds in whole.items() if "part" in (kinds or ())),
+            tuple(path for path, kinds in whole.items() if kinds is None),
         )
         said = all_gather_json(ranks.part, f"proof of {name}", [problem, [entrants.summed, entrants.unproven]])
         problems = [each for each, _ in said if each]
@@ -175,6 +178,9 @@ class _Forward:
     inputs: list[torch.Tensor]
     """Those in float; the first, the activation, trains: its gradient shows whether the region begins right."""
     outputs: list[torch.Tensor]
+    """What it returns, and behind that what its modules keep with a graph: a loop may add it to the loss."""
+    kept: list[str]
+    """The names of the latter."""
 
 
 @dataclass
@@ -182,14 +188,18 @@ class _Outcome:
     """What a copy did, forward and backward."""
 
     outputs: list[torch.Tensor] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
     inputs: list[torch.Tensor | None] = field(default_factory=list)
     """Gradients of the inputs."""
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     """Gradients of the parameters."""
     leaves: list[tuple[torch.Tensor, frozenset[str]]] = field(default_factory=list)
     """What the outputs are made of, and how gradients reach it."""
-    kinds: dict[str, frozenset[str]] = field(default_factory=dict)
-    """The same of the parameters that gradients reach."""
+
+    @property
+    def kinds(self) -> dict[int, frozenset[str]]:
+        """How gradients reach a leaf, by its identity."""
+        return {id(leaf): reached for leaf, reached in self.leaves}
 
 
 def _run_plain(module: nn.Module, args: Any, kwargs: Any) -> tuple[_Forward, tuple[Any, Any]]:
@@ -198,8 +208,8 @@ def _run_plain(module: nn.Module, args: Any, kwargs: Any) -> tuple[_Forward, tup
     A first dimension may be no batch, and values may have to be what they are: then the input is taken as it is.
     """
     for count in (SAMPLES, None):
-        few = _first_samples(args, kwargs, count)
-        for given in (_varied(*few), few):
+        few = first_samples(args, kwargs, count)
+        for given in (varied(*few), few):
             is_last = count is None and given is few
             try:
                 done = _run(module, *given)
@@ -212,18 +222,6 @@ def _run_plain(module: nn.Module, args: Any, kwargs: Any) -> tuple[_Forward, tup
     raise AssertionError("the last try returns or raises")
 
 
-def _varied(args: Any, kwargs: Any) -> Any:
-    """Return the arguments with drawn values added to the activation: a branch before it may begin at zero."""
-    values = tree_flatten((args, kwargs))[0]
-    at = next((each for each in values if isinstance(each, torch.Tensor) and each.is_floating_point()), None)
-    if at is None:
-        return args, kwargs
-    size = float(at.detach().float().std(correction=0)) if at.numel() else 0.0
-    noise = drawn((*at.shape, 1), "input").squeeze(-1) * (size if 0 < size < math.inf else 1.0)
-    varied = (at.detach() + noise.to(at)).requires_grad_(at.requires_grad)
-    return _map_tensors((args, kwargs), lambda each: varied if each is at else each)
-
-
 def _run(module: nn.Module, args: Any, kwargs: Any) -> _Forward:
     dtype = next((each.dtype for each in module.parameters() if each.is_floating_point()), None)
     args, kwargs = detached(args, dtype), detached(kwargs, dtype)
@@ -231,18 +229,26 @@ def _run(module: nn.Module, args: Any, kwargs: Any) -> _Forward:
     given = [each for each in given if each.is_floating_point()]
     for each in given[:1]:
         each.requires_grad_(True)
+    before = list(_kept(module).values())
     outputs = [each for each in tree_flatten(module(*args, **kwargs))[0] if isinstance(each, torch.Tensor)]
-    return _Forward(module, given, [each.whole() if isinstance(each, LazyWhole) else each for each in outputs])
+    kept = {name: each for name, each in _kept(module).items() if all(each is not other for other in before)}
+    outputs = [each.whole() if isinstance(each, LazyWhole) else each for each in [*outputs, *kept.values()]]
+    return _Forward(module, given, outputs, list(kept))
+
+
+def _kept(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{path}.{key}".removeprefix("."): value
+        for path, each in module.named_modules() for key, value in vars(each).items()
+        if isinstance(value, torch.Tensor) and value.grad_fn is not None
+    }  # fmt: skip
 
 
 def _go_back(done: _Forward, kinds: Sequence[str]) -> _Outcome:
     """Run backward from the outputs that all ranks have whole; `kinds` says of each whether they do."""
     roots = [(each, kind) for each, kind in zip(done.outputs, kinds, strict=True) if each.requires_grad]
     named = {key: each for key, each in done.module.named_parameters() if each.requires_grad}
-    names = {id(each): key for key, each in named.items()}
-    leaves = kinds_of_gradients(roots)
-    outcome = _Outcome(done.outputs, leaves=leaves)
-    outcome.kinds = {names[id(leaf)]: reached for leaf, reached in leaves if id(leaf) in names}
+    outcome = _Outcome(done.outputs, done.kept, leaves=kinds_of_gradients(roots))
     trained = [each for each in done.inputs if each.requires_grad]
     whole = [each for each, kind in roots if kind == "whole"]
     if whole and (trained or named):
@@ -256,13 +262,15 @@ def _go_back(done: _Forward, kinds: Sequence[str]) -> _Outcome:
 
 def _difference(expected: _Outcome, found: _Outcome, split: nn.Module, ranks: TensorRanks) -> str:
     """Return what the split module does that the plain one does not; an empty text if nothing."""
+    returned = len(expected.outputs) - len(expected.kept)
     for at, (right, mine) in enumerate(zip(expected.outputs, found.outputs, strict=True)):
         if at and _is_of_some_heads(right.shape, mine.shape, ranks.size):
             continue  # attention weights of this rank's heads
+        what = "returns" if at < returned else f"keeps {expected.kept[at - returned]!r},"
         if right.shape != mine.shape:
-            return f"returns a tensor of shape {list(mine.shape)}, expected {list(right.shape)}"
+            return f"{what} a tensor of shape {list(mine.shape)}, expected {list(right.shape)}"
         if not _is_close(right, mine):
-            return "returns other values than the plain one"
+            return f"{what} {'other values than' if at < returned else 'with other values than in'} the plain one"
     if len(expected.inputs) != len(found.inputs):
         return f"has {len(found.inputs)} inputs with gradients, expected {len(expected.inputs)}"
     for right_, mine_ in zip(expected.inputs, found.inputs, strict=True):
@@ -334,31 +342,6 @@ def _is_of_some_heads(whole: torch.Size, part: torch.Size, size: int) -> bool:
     """Return whether a shape is another but for one dimension, of which it has a part."""
     different = [(one, other) for one, other in zip(whole, part, strict=False) if one != other]
     return len(whole) == len(part) and len(different) == 1 and different[0][0] == different[0][1] * size
-
-
-def _first_samples(args: Any, kwargs: Any, count: int | None) -> Any:
-    """Return the first `count` samples of tensors whose first dimension is that of the first tensor; None: all."""
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, torch.Tensor) and each.dim()]
-    if not tensors:
-        return args, kwargs
-    batch = tensors[0].shape[0]
-
-    def cut(value: torch.Tensor) -> torch.Tensor:
-        value = value.whole() if isinstance(value, LazyWhole) else value
-        return value[:count] if value.dim() > 1 and value.shape[0] == batch else value
-
-    return _map_tensors((args, kwargs), cut)
-
-
-def _map_tensors(values: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return nested tuples, lists and dicts with changed tensors; what else there is stays the same object."""
-    if isinstance(values, torch.Tensor):
-        return change(values)
-    if type(values) in (list, tuple):
-        return type(values)(_map_tensors(each, change) for each in values)
-    if type(values) is dict:
-        return {key: _map_tensors(each, change) for key, each in values.items()}
-    return values
 
 
 def _require_same_input(name: str, args: Any, kwargs: Any, ranks: TensorRanks) -> None:

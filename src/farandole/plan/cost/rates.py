@@ -59,14 +59,6 @@ class Spent:
         return self.times(seconds / self.seconds)
 
 
-def total(parts: Sequence[Spent]) -> Spent:
-    """Return the sum."""
-    found = Spent()
-    for each in parts:
-        found.add(each)
-    return found
-
-
 class Link(NamedTuple):
     """A link for one operation of one group."""
 

@@ -88,19 +88,20 @@ class StallWatcher:
         return min(PERIOD_SECONDS, self._stall_seconds / 8) if self._stall_seconds else PERIOD_SECONDS
 
     def _run(self) -> None:
-        failed = False
+        is_told = False
         while not self._closing.is_set():
             try:
-                if self._neighbours is None or failed:
+                if self._neighbours is None:
                     self._closing.wait(self._period)
                 else:
                     self._neighbours.serve(self._period, until=self._closing.is_set)
                 if not self._closing.is_set() and self._stall_seconds:
                     self._look(time.monotonic())
             except Exception as problem:  # no error ends the watch
-                if not failed:
+                if not is_told:
                     write_notice(f"rank {self._here.rank}: looking for hangs: {type(problem).__name__}: {problem}")
-                failed = True
+                is_told = True
+                self._closing.wait(self._period)
 
     def _look(self, now: float) -> None:
         most = _LONGEST_LOOK * self._period

@@ -76,12 +76,6 @@ class Run:
         return step_parts(self.timelines, one_clock=self.one_clock, finds_hidden=True)
 
     @cached_property
-    def first_counted_step(self) -> int:
-        """The first step after the warm-up."""
-        first = min((timeline.steps[0].step for timeline in self.timelines), default=1)
-        return first + self.summary.warm_up_steps
-
-    @cached_property
     def counted_steps(self) -> frozenset[int]:
         """Those after the warm-up that all ranks have: when one has left off, the others' waits tell nothing."""
         return frozenset(counted_steps(self.timelines))
