@@ -104,3 +104,62 @@ def test_a_plateau_of_each_ranks_own_loss(agrees: bool) -> None:
 
     said = train(change)
     assert ("their learning rates differ" in said) is (rank == 0 and not agrees), said
+
+
+class Renormed(nn.Module):
+    """Keeps the rows that it reads short, as ``Embedding(max_norm=...)`` does, by hand: no layer says so."""
+
+    def __init__(self, alike: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.out, self.alike = nn.Embedding(2000, 4), nn.Linear(4, 1), alike
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            rows = torch.arange(2000) if self.alike else x
+            self.words.weight.index_copy_(0, rows, self.words.weight[rows].renorm(2, 0, 0.5))
+        found: torch.Tensor = self.out(self.words(x))
+        return found
+
+
+def train_renormed(alike: bool, steps: int) -> str:
+    world = fd.init(progress=False)
+    model = Renormed(alike)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(1500 + 10 * step + 5 * world.rank + torch.arange(5)).square().mean().backward()
+            optimizer.step()
+    return said.getvalue()
+
+
+@ranks(2)
+@pytest.mark.parametrize("alike", [False, True])
+def test_a_parameter_that_forward_changes_by_the_batch_is_named_after_the_first_step(alike: bool) -> None:
+    said = train_renormed(alike, 2)
+    expected = (
+        "farandole: warning: after step 1 the ranks no longer train one model: parameters of rank 1 differ from "
+        "those of rank 0; the forward pass changes 'words.weight', on each rank by its own batch; "
+    )
+    assert said.startswith(expected) if fd.world().rank == 0 and not alike else not said, said
+
+
+@ranks(2)
+def test_layers_with_max_norm_are_refused_and_at_zero_3_any_change_in_forward() -> None:
+    fd.init()
+    for layer in (nn.Embedding(9, 4, max_norm=1.0), nn.EmbeddingBag(9, 4, max_norm=1.0)):
+        model = nn.Sequential(layer, nn.Linear(4, 1))
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for plan in (fd.Plan(), fd.Plan(zero=2), fd.Plan(zero=3)):
+            with pytest.raises(
+                fd.ConfigError, match=r"'0' is Embedding(Bag)? with max_norm=1.0.*renorm\(2, 0, 1\)"
+            ):
+                fd.distribute(model, optimizer, plan)
+    renormed = Renormed(alike=True)
+    optimizer = torch.optim.SGD(renormed.parameters(), 0.1)
+    fd.distribute(renormed, optimizer, fd.Plan(zero=3))
+    with pytest.raises(fd.ConfigError, match=r"forward pass changes 'words\.weight' in place"):
+        renormed(torch.arange(5))

@@ -1,8 +1,7 @@
 """`fd.distribute`: apply a plan to a model and its optimizers, in place.
 
-Nothing is wrapped: parameter names, `state_dict` keys, `isinstance` checks and the loop stay as they
-were. What is added: the reducer's hooks on the parameters, hooks on each optimizer (before a step: exchange what
-is held back, clip; after it: count and record the step), and hooks that time the model's passes.
+Nothing is wrapped: names, `state_dict` keys, `isinstance` checks and the loop stay as they were. Added are hooks
+on parameters, on each optimizer's step (exchange what is held back, clip, count), and hooks that time the passes.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import class_of, compare_models
-from .data.refuse_models import refuse_strangers, refuse_wrong_kinds
+from .data.refuse_models import refuse_renormed, refuse_strangers, refuse_wrong_kinds
 from .data.whole_state import WholeStateGuard
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
@@ -107,6 +106,8 @@ def distribute(
     if here.size > 1:
         compare_models(here, model, plan)
     mesh = make_mesh(here, plan)
+    if mesh.replicas.size > 1 and (sync.exchanges_gradients or sync.is_server):
+        refuse_renormed(model)
     ask_balance(here, plan)
     if here.size > 1 and not (_is_whole(mesh, plan) and sync.exchanges_gradients):
         check_division(mesh, model, optimizers, plan)
@@ -274,8 +275,7 @@ def _exchange(
     reducer: GradientReducer | None,
 ) -> None:
     """Let the ranks with the same parameters exchange gradients, with `reducer` if it is made already."""
-    replicas = mesh.replicas
-    if replicas.size == 1:
+    if (replicas := mesh.replicas).size == 1:
         return
     if plan.sync_batch_norm:
         convert_sync_batchnorm(model, replicas)

@@ -15,8 +15,8 @@ thread of their own.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -64,6 +64,8 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
         self._calls = self._splits = 0
+        self.purpose = ""
+        """What the next calls are for, which ranks compare as well: see `calls_for`."""
         self._split = split
         self._said = {"name": "", "description": "undefined"}
         self._is_closed = False
@@ -176,7 +178,7 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         """
         self._require_open(call)
         self._calls += 1
-        said = shortened(f"{call} (call {self._calls})")
+        said = shortened(f"{call}{self.purpose} (call {self._calls})")
         wait = self._wait_seconds(opts) if seconds is None else seconds
 
         def perform() -> None:
@@ -222,6 +224,22 @@ class GroupBase(_TorchGroup):  # type: ignore[misc]
         if not 0 <= rank < self.size():
             raise ValueError(f"farandole: rank {rank} of a group of {self.size()}")
         return f"rank {self._names[rank]}"
+
+
+@contextmanager
+def calls_for(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
+    """Let all ranks compare what the calls begun in this context are for; of a group of ours only.
+
+    Calls of different purposes may be alike in operation, type and length: a block of a model and the next one.
+    """
+    if not isinstance(group, GroupBase):
+        yield
+        return
+    before, group.purpose = group.purpose, f" {purpose}"
+    try:
+        yield
+    finally:
+        group.purpose = before
 
 
 def _without_modes() -> AbstractContextManager[object]:

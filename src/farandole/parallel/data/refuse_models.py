@@ -35,6 +35,18 @@ def refuse_wrong_kinds(model: Any, optimizers: Sequence[Any], distributed: Colle
             raise ConfigError(f"distribute: expected a torch.optim.Optimizer, got {type(each).__name__}")
 
 
+def refuse_renormed(model: nn.Module) -> None:
+    """Raise `ConfigError` for layers whose forward pass changes parameters, on each rank by its own batch."""
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ConfigError(
+                f"distribute: {name or 'the model'!r} is {type(module).__name__} with max_norm={module.max_norm}: "
+                "its forward pass changes the rows that it reads, which are others on each rank",
+                remedy="make it without max_norm, and after each step, under torch.no_grad(): "
+                f"weight.copy_(weight.renorm({module.norm_type:g}, 0, {module.max_norm:g}))",
+            )
+
+
 def refuse_strangers(
     model: nn.Module, optimizers: Sequence[Optimizer], distributed: Collection[nn.Module]
 ) -> None:

@@ -2,18 +2,20 @@
 
 [Note: when models are compared] After steps 8, 16, 32 and so on each rank leaves a hash of some of its parameters
 and its learning rates in the store. One step later every rank has been through another exchange, so all hashes are
-there, and rank 0 compares them without waiting.
+there, and rank 0 compares them without waiting. Where forward passes of the first step have changed parameters in
+place, it is after step 1 already, and of the whole of these.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -22,6 +24,7 @@ from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import distributed_here, reducer_of
+from ...parallel.instrument.phase_hooks import observe_passes
 from ...parallel.split import split_of
 
 FIRST_STEP = 8
@@ -41,6 +44,11 @@ class ModelDigests:
         """Whose hashes are in the store; 0: none are."""
         self._next = FIRST_STEP
         self._is_over = False
+        self._changed: Iterable[str] = ()
+
+    def forward_changes(self, names: Iterable[str]) -> None:
+        """Compare after the next step: forward passes change the parameters of these names."""
+        self._next, self._changed = min(self._next, 1), names
 
     def after_step(self, step: int, find: Callable[[], tuple[str, list[float]] | None]) -> None:
         """Compare the hashes of an earlier step, and leave those of this one when it is time.
@@ -58,7 +66,7 @@ class ModelDigests:
         if step < self._next:
             return
         while self._next <= step:
-            self._next *= 2
+            self._next = max(2 * self._next, FIRST_STEP)
         found = find()
         if found is not None:
             with suppress(RuntimeError):  # a store that fails is found by who needs it
@@ -81,7 +89,10 @@ class ModelDigests:
                     self._tell(f"their learning rates differ: {_by_value([str(rate) for rate in row])}")
                     return
         if len(set(hashes)) > 1:
-            self._tell(f"parameters of {name_ranks(_odd(hashes))} differ from those of rank 0")
+            what = f"parameters of {name_ranks(_odd(hashes))} differ from those of rank 0"
+            if names := ", ".join(map(repr, islice(self._changed, 3))):
+                what += f"; the forward pass changes {names}, on each rank by its own batch"
+            self._tell(what)
 
     def _tell(self, what: str) -> None:
         self._is_over = True
@@ -97,7 +108,31 @@ class EqualModels:
     def __init__(self, here: World) -> None:
         self._here = here
         self._digests = ModelDigests(here, "equal models", "use farandole.mean(loss)")
-        here.session.steps.after_step(lambda step: self._digests.after_step(step, self._find))
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._changed: dict[str, torch.Tensor] = {}
+        """Parameters that forward passes of the first step have changed, by name."""
+        self._look_no_more: Callable[[], None] | None = observe_passes(here, self)
+        here.session.steps.after_step(self._after_step)
+
+    def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Note which values the parameters have, by torch's count of changes."""
+        reducer = reducer_of(model)
+        if reducer is not None and reducer.world is self._here:
+            whole = [each for each in model.named_parameters() if split_of(each[1]) is None]
+            self._versions = [(name, each, each._version) for name, each in whole if not each.is_inference()]
+
+    def forward_ends(self, model: nn.Module, output: Any) -> None:
+        """Find what has changed since."""
+        self._changed |= {name: each for name, each, version in self._versions if each._version != version}
+        self._versions = []
+
+    def _after_step(self, step: int) -> None:
+        if self._look_no_more is not None:
+            self._look_no_more()
+            self._look_no_more = None
+            if self._changed:
+                self._digests.forward_changes(self._changed)
+        self._digests.after_step(step, self._find)
 
     def _find(self) -> tuple[str, list[float]] | None:
         models = distributed_here(self._here)  # those of a world that is over may still live on some ranks
@@ -106,15 +141,17 @@ class EqualModels:
         # Ranks with other parts of a model have other parameters: their learning rates are compared, no more.
         reducers = [(model, reducer_of(model)) for model in models]
         alike = [model for model, reducer in reducers if reducer is not None and reducer.world is self._here]
-        return _hash_of(alike), self._rates()
+        return _hash_of(alike, self._changed.values()), self._rates()
 
     def _rates(self) -> list[float]:
         found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
         return [float(group["lr"]) for each in found for group in each.param_groups if "lr" in group]
 
 
-def _hash_of(models: Iterable[nn.Module]) -> str:
+def _hash_of(models: Iterable[nn.Module], whole: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
+    for parameter in whole:
+        digest.update(bytes_of(parameter.detach().cpu().contiguous()).numpy().data)
     for model in models:
         whole = (parameter for parameter in model.parameters() if split_of(parameter) is None)
         for parameter in islice(whole, _MOST_PARAMETERS):

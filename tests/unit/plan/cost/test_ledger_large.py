@@ -206,7 +206,7 @@ def test_units_of_stage_3_are_gathered_as_predicted(alone: Alone) -> None:
         model._get_fsdp_state()._state_ctx.all_states if model._get_fsdp_state()._lazy_init() is None else ()
     ):
         for group in state._fsdp_param_groups:
-            records.watch(group)
+            records.watch(group, str)
     model(torch.ones(2, HIDDEN)).sum().backward()
     calls = calls_of(fd.Plan(zero=3), alone.size, batch=alone.size, degree="shard")
     said: Counter[int] = Counter()

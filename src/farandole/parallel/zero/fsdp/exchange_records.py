@@ -1,14 +1,18 @@
-"""Records of what FSDP2's units exchange: bytes, and from when to when this rank waited.
+"""What FSDP2's units exchange: recorded (bytes, and from when to when this rank waited), and compared by name.
 
 FSDP2 takes objects that gather and reduce. Those here do it by others, and tell the recorder of every exchange
 when it was launched and what the wait for it took. On accelerators a wait is that of a stream, which the host does
 not see: there only bytes are recorded.
+
+[Note: blocks alike] The blocks of a transformer have equal shapes, so a rank that skips one and a rank that skips
+another make calls of equal types and lengths. Each call says for which unit it is, and ranks compare that.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -16,10 +20,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from ....comm.backend.group_base import calls_for
 from ....comm.world.world import World
 from ....core.step_model.comm_cost import ring_sent_bytes
 from ....core.vocabulary import events
+from ....core.vocabulary.errors import Mismatch
 from ....core.vocabulary.spec import Plan
+
+BLOCKS_ALIKE = (
+    "run the same blocks in the same order on all ranks: draw what is skipped from a generator with the same seed "
+    "on all of them, or call the block and multiply its output by zero"
+)
 
 
 class ExchangeRecords:
@@ -42,10 +53,10 @@ class ExchangeRecords:
             begin = end = launch
         self._here.session.recorder.record(events.Exchange((launch,), begin, end, sent_bytes))
 
-    def watch(self, group: Any) -> None:
-        """Record the exchanges of a parameter group of FSDP2 from now on."""
-        group._all_gather_comm = _RecordedAllGather(self, group._all_gather_comm)
-        scatter = group._reduce_scatter_comm = _RecordedReduceScatter(self, group._reduce_scatter_comm)
+    def watch(self, group: Any, purpose: Callable[[], str]) -> None:
+        """Record the exchanges of a parameter group of FSDP2 from now on; `purpose` says what one is for."""
+        group._all_gather_comm = _RecordedAllGather(self, group._all_gather_comm, purpose)
+        scatter = group._reduce_scatter_comm = _RecordedReduceScatter(self, group._reduce_scatter_comm, purpose)
         if group._is_hsdp:
             hosts = group._all_reduce_process_group.size()
 
@@ -61,9 +72,26 @@ def others_bytes(nbytes: int, size: int) -> int:
     return (size - 1) * nbytes
 
 
+@contextmanager
+def _blocks_compared() -> Iterator[None]:
+    """Say of blocks that differ what the user can change. See [Note: blocks alike]."""
+    try:
+        yield
+    except Mismatch as problem:
+        problem.remedy = BLOCKS_ALIKE
+        raise
+
+
+@contextmanager
+def unit_calls(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
+    """Let the calls of `group` that begin here be compared by what they are for. See [Note: blocks alike]."""
+    with _blocks_compared(), calls_for(group, purpose):
+        yield
+
+
 class _RecordedAllGather(AllGather):
-    def __init__(self, records: ExchangeRecords, inner: Any) -> None:
-        self._records, self._inner = records, inner
+    def __init__(self, records: ExchangeRecords, inner: Any, purpose: Callable[[], str]) -> None:
+        self._records, self._inner, self._purpose = records, inner, purpose
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Any:
         """See `AllGather`."""
@@ -78,9 +106,10 @@ class _RecordedAllGather(AllGather):
     ) -> dist.Work | None:
         """See `AllGather`."""
         launch = time.monotonic()
-        work: dist.Work | None = self._inner(
-            output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
-        )
+        with unit_calls(group, self._purpose()):
+            work: dist.Work | None = self._inner(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op
+            )
         packed = getattr(self._inner, "sent_bytes", None)
         sent = others_bytes(input_tensor.nbytes if packed is None else packed, group.size())
         if async_op and work is not None:
@@ -90,8 +119,8 @@ class _RecordedAllGather(AllGather):
 
 
 class _RecordedReduceScatter(ReduceScatter):
-    def __init__(self, records: ExchangeRecords, inner: Any) -> None:
-        self._records, self._inner = records, inner
+    def __init__(self, records: ExchangeRecords, inner: Any, purpose: Callable[[], str]) -> None:
+        self._records, self._inner, self._purpose = records, inner, purpose
         self.end_seconds = 0.0
         """When the last one was over."""
 
@@ -109,9 +138,10 @@ class _RecordedReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """See `ReduceScatter`."""
         begin = time.monotonic()
-        work: dist.Work | None = self._inner(
-            output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
-        )
+        with unit_calls(group, self._purpose()):
+            work: dist.Work | None = self._inner(
+                output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
+            )
         self.end_seconds = time.monotonic()
         packed = getattr(self._inner, "sent_bytes", None)
         sent = others_bytes(output_tensor.nbytes if packed is None else packed, group.size())
@@ -131,7 +161,8 @@ class _RecordedWork(dist.Work):
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Return True when the numbers are there."""
         begin = time.monotonic()
-        self._work.wait(timeout) if timeout else self._work.wait()
+        with _blocks_compared():
+            self._work.wait(timeout) if timeout else self._work.wait()
         if not self._is_over:
             self._is_over = True
             self._records.add(self._launch_seconds, begin, time.monotonic(), self._sent_bytes)

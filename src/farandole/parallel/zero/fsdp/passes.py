@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -44,7 +45,7 @@ from ....core.vocabulary.events import BACKWARD, Phase
 from ....core.vocabulary.spec import Plan
 from ...data.buffers import BufferSync
 from .comm_coded import CodedReduceScatter
-from .exchange_records import ExchangeRecords
+from .exchange_records import BLOCKS_ALIKE, ExchangeRecords, unit_calls
 from .unit import Unit, units_of
 
 _OPERATION = "gradients of a sharded model"
@@ -75,9 +76,14 @@ class ShardedModel:
         self._state._lazy_init()  # before any part of the model runs by itself
         self.units = units_of(self._state)
         self._records = ExchangeRecords(here, plan)
+        group: Any = self.units[0].shards if self.units else here.group
+        self._group: Any = group if group.size() == here.size else here.group
+        """The shards' own where it has all ranks: then a rank that has one unit less meets the others there."""
+        self._purposes = 0
+        """A digest of what this rank has exchanged since the last exchange, and what for, in order."""
         for unit in self.units:
-            self._records.watch(unit.group)
-            unit.group.post_backward = partial(self._unit_ends, unit, unit.group.post_backward)
+            self._records.watch(unit.group, partial(self._purpose, unit))
+            unit.group.post_backward = partial(self._unit_ends, unit)
             if unit.code is not None:
                 unit.code.members = partial(getattr, unit, "trained")
         model.register_forward_hook(self._forward_ends)
@@ -186,19 +192,25 @@ class ShardedModel:
         self._pass = _Pass(factor, time.monotonic(), reduces=reduces, is_last=is_last)
         return self._pass
 
-    def _unit_ends(self, unit: Unit, reduce: Any, *_: object) -> None:
-        """End a unit's part of the backward pass, instead of FSDP2's own function, which is `reduce`."""
+    def _unit_ends(self, unit: Unit, *_: object) -> None:
+        """End a unit's part of the backward pass, instead of FSDP2's own function."""
         current = self._open()
         if not current.is_queued:
             current.is_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
         unit.weigh(current.factor)
         unit.group.reduce_grads = current.reduces
-        reduce()
+        unit.reduce()
         if not current.reduces:
             unit.hold()
         elif not current.is_last:
             unit.note_sum()
+
+    def _purpose(self, unit: Unit) -> str:
+        """Return what `unit` is about to exchange for. See [Note: blocks alike] in `exchange_records`."""
+        text = f"for {unit.place} of step {self.exchanges_done + 1}"
+        self._purposes = zlib.crc32(text.encode(), self._purposes)
+        return text
 
     def _pass_ends(self) -> None:
         current, self._pass = self._pass, None
@@ -216,7 +228,8 @@ class ShardedModel:
         if self._buffers is not None and not self.exchanges_done and not self._buffers.prepare():
             self._buffers = None
         bad = any(each.had_nonfinite for each in self._codes)
-        facts = torch.tensor([passes, passes * passes, bad], dtype=torch.float64)
+        digest = self._purposes & 0xFFFFF  # its square and the sum of those are exact
+        facts = torch.tensor([passes, passes**2, bad, digest, digest**2], dtype=torch.float64)
         used = torch.tensor([flag for unit in self.units for flag in unit.used], dtype=torch.float64)
         pieces = [facts, used]
         if self._buffers is not None:
@@ -224,18 +237,28 @@ class ShardedModel:
             pieces.append(flat.to("cpu", torch.float64))
         message = torch.cat(pieces).to(self.world.device)
         begin = time.monotonic()
-        with translated(self.world, _OPERATION):
-            dist.all_reduce(message, group=self.world.group)
+        what = f"for the end of step {self.exchanges_done + 1}"
+        with translated(self.world, _OPERATION), unit_calls(self._group, what):
+            dist.all_reduce(message, group=self._group)
         message = message.cpu()
         sent = ring_sent_bytes(message.nbytes, self.world.size)
         self._records.add(begin, begin, time.monotonic(), sent)
-        if float(message[0]) ** 2 != float(message[1]) * self.world.size:
+        if not self._are_equal(message[0], message[1]):
             raise Mismatch(
                 f"ranks have accumulated different numbers of backward passes: {passes} on this one, "
                 f"{float(message[0]) / self.world.size:g} on average",
                 rank=self.world.job_rank,
                 operation=_OPERATION,
                 remedy="hold the same passes on all ranks",
+            )
+        self._purposes = 0
+        if not self._are_equal(message[3], message[4]):
+            raise Mismatch(
+                f"in step {self.exchanges_done + 1} ranks have run other blocks than each other, of equal shapes: "
+                "parameters were put together from shards of different ones",
+                rank=self.world.job_rank,
+                operation=_OPERATION,
+                remedy=BLOCKS_ALIKE,
             )
         at = len(facts)
         for unit in self.units:
@@ -251,6 +274,10 @@ class ShardedModel:
         if message[2]:
             self._handle_nonfinite(int(message[2]))
         self._after_exchange()
+
+    def _are_equal(self, total: torch.Tensor, squares: torch.Tensor) -> bool:
+        """Return whether a whole number was the same on all ranks, by the sums of it and of its square."""
+        return int(total) ** 2 == int(squares) * self.world.size
 
     def _handle_nonfinite(self, ranks: int) -> None:
         """Do what the plan says about a coded gradient with NaN or infinity, of which all ranks know."""
@@ -276,6 +303,26 @@ class ShardedModel:
                 unit.forget_gathered()
         if not torch.is_grad_enabled():
             model.reshard()
+        elif not self.exchanges_done and self.units:
+            self._first_forward_ends()
+
+    def _first_forward_ends(self) -> None:
+        """Refuse a forward pass that changes parameters, and meet.
+
+        In the first step a backward pass begins with a meeting elsewhere, where a rank that has run fewer blocks
+        would wait for one that gathers its next.
+        """
+        changed = [name for unit in self.units for name in unit.changed_in_place()]
+        if self.world.device.type == "cpu":
+            shards, what = self.units[0].shards, f", which changes {changed}" if changed else ""
+            with translated(self.world, _OPERATION), unit_calls(shards, f"for the end of forward of step 1{what}"):
+                dist.barrier(group=shards)
+        if changed:
+            raise ConfigError(
+                f"zero = 3: the forward pass changes {', '.join(map(repr, changed[:3]))} in place, and the shard, "
+                "which the optimizer steps with, would not see it",
+                remedy="change parameters outside of the forward pass, such as after the step, or use zero = 2",
+            )
 
     def _drop_held(self) -> None:
         self.passes_held = 0

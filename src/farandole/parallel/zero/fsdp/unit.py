@@ -17,6 +17,7 @@ from ....comm.gradients.grad_ownership import drop_grads, replace_grad
 from ....core.vocabulary.errors import ConfigError
 from ...split import carry_marks
 from .comm_coded import CodedReduceScatter
+from .exchange_records import unit_calls
 from .residual_layout import Members
 
 
@@ -38,8 +39,21 @@ class Unit:
         self._placeholders: set[int] = set()
         """Members whose shard has such a gradient, and no other."""
         self._reduce = group.post_backward
-        for each in self.members:
-            _carry_marks_when_gathered(each)
+        self._versions: dict[int, int] = {}
+        """How often a member's gathered parameter had been changed when it was made."""
+        for i, each in enumerate(self.members):
+            self._when_gathered(i, each)
+
+    @property
+    def name(self) -> str:
+        """The unit in words, the same on all ranks."""
+        name = self.group._module_fqn
+        return f"block {name!r}" if name else "what is in no block"
+
+    @property
+    def place(self) -> str:
+        """The unit and the direction of the pass that it is in."""
+        return f"{self.name}, {'forward' if self.group._training_state.name == 'FORWARD' else 'backward'}"
 
     @property
     def trained(self) -> Members:
@@ -53,6 +67,14 @@ class Unit:
     def gathered(self) -> list[torch.Tensor]:
         """Return the parameters that modules have while they are gathered."""
         return [each._unsharded_param for each in self.members if hasattr(each, "_unsharded_param")]
+
+    def changed_in_place(self) -> list[str]:
+        """Return the names of parameters that were changed while they were gathered, which no shard sees."""
+        return [
+            self.members[i]._param_fqn
+            for i, version in self._versions.items()
+            if self.members[i]._unsharded_param._version != version
+        ]
 
     def forget_gathered(self) -> None:
         """Drop parameters that are on their way, and that no module has waited for."""
@@ -128,10 +150,23 @@ class Unit:
                 drop_grads([each.sharded_param])
         self._forget()
 
+    @property
+    def shards(self) -> Any:
+        """The group of the ranks that hold the shards of one copy."""
+        return self.group._all_gather_process_group
+
+    def reduce(self) -> None:
+        """End the unit's backward pass as FSDP2 does."""
+        if not self.group._is_hsdp:
+            self._reduce()
+            return
+        with unit_calls(self.group._all_reduce_process_group, f"for {self.place}"):
+            self._reduce()
+
     def reduce_now(self) -> None:
         """Reduce what is held, outside a backward pass."""
         self.group.reduce_grads = True
-        self._reduce()
+        self.reduce()
         self.group.finalize_backward()
         self.group._training_state = type(self.group._training_state).IDLE
 
@@ -141,6 +176,17 @@ class Unit:
             if counts[i] == 0 and not self._had.get(i):
                 drop_grads([each.sharded_param])
         self._forget()
+
+    def _when_gathered(self, index: int, member: Any) -> None:
+        """Let the gathered parameter be the same part of a whole one as its shards are."""
+        plain = member.init_unsharded_param
+
+        def init() -> None:
+            plain()
+            carry_marks(member.sharded_param, member._unsharded_param)
+            self._versions.setdefault(index, member._unsharded_param._version)
+
+        member.init_unsharded_param = init
 
     def _forget(self) -> None:
         self.used = [0.0] * len(self.members)
@@ -165,17 +211,6 @@ def _is_positive_zero(gradient: Any) -> bool:
     if not local.numel() or local[0] != 0 or local.any():
         return False
     return not torch.signbit(local[0])
-
-
-def _carry_marks_when_gathered(member: Any) -> None:
-    """Let the gathered parameter be the same part of a whole one as its shards are."""
-    plain = member.init_unsharded_param
-
-    def init() -> None:
-        plain()
-        carry_marks(member.sharded_param, member._unsharded_param)
-
-    member.init_unsharded_param = init
 
 
 def units_of(state: Any) -> list[Unit]:
