@@ -276,8 +276,8 @@ def _save_buffers(folder: str) -> None:
         optimizer.step()
     fd.save(folder, model, optimizer)
     own = (model.first, model.second)[here.rank]
-    torch.save([dict(own.state_dict()), model.last.state_dict()],
-               Path(folder) / f"own-{here.rank}.pt")  # fmt: skip
+    parts = [{name: each.clone() for name, each in part.state_dict().items()} for part in (own, model.last)]
+    torch.save(parts, Path(folder) / f"own-{here.rank}.pt")
     again, its_optimizer = run_counts(STAGES, 2)
     fd.load(folder, again, its_optimizer)
     for each, its in ((model, optimizer), (again, its_optimizer)):

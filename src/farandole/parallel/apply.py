@@ -34,7 +34,7 @@ from .data.buffers import BufferSync
 from .data.model_changes import ModelGuard, shared_with
 from .data.model_order import class_of, compare_models
 from .data.refuse_models import refuse_renormed, refuse_strangers, refuse_wrong_kinds
-from .data.whole_state import WholeStateGuard
+from .data.whole_state import guard_state_dicts
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
@@ -128,7 +128,7 @@ def distribute(
     )
     _plans[model], _meshes[model] = plan, mesh
     if here.size > 1 and not _is_whole(mesh, plan):
-        model.register_load_state_dict_pre_hook(WholeStateGuard(plan, saved_elsewhere))
+        guard_state_dicts(model, plan, saved_elsewhere)
     here.session.stall_seconds = plan.stall_seconds
     if mesh.size("pipeline") > 1:
         finish = partial(_finish_pipeline, mesh, model, optimizers, plan, predicted)

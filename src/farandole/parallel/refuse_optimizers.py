@@ -13,7 +13,7 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..plan.combinations import refuse_codecs_of_rows
 from .optim.one_bit_adam import OneBitAdam
-from .zero.elementwise import why_not_elementwise
+from .zero.elementwise import why_not_by_parameters, why_not_elementwise
 
 
 def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
@@ -45,6 +45,13 @@ def refuse_indivisible(optimizers: Sequence[Optimizer], degrees: Degrees) -> Non
             raise ConfigError(
                 f"plan: pipeline = {degrees.pipeline}, but {kind} joins all parameters into one vector, and a "
                 "rank has those of its stage",
+                remedy="use an optimizer that treats each parameter alone, such as torch.optim.AdamW",
+            )
+        why = why_not_by_parameters(optimizer) if degrees.pipeline > 1 else ""
+        if why:
+            raise ConfigError(
+                f"plan: pipeline = {degrees.pipeline} leaves a rank the parameters of its stage, and the work of "
+                f"{kind} cannot be divided: {why}",
                 remedy="use an optimizer that treats each parameter alone, such as torch.optim.AdamW",
             )
         divided = [name for name in ("tensor", "expert") if getattr(degrees, name) > 1]

@@ -1,12 +1,17 @@
-"""A state dict of the whole model, given to a model that is divided over ranks: refused with what to do instead.
+"""State dicts of a model that is divided over ranks: parts are not written as if they were whole, nor the reverse.
 
-What `state_dict()` of a divided model gives on a rank, this rank's parts, is loaded as ever.
+What `state_dict()` of a divided model gives on a rank are this rank's parts. It can be read, copied and loaded as
+ever. Pickled it would be a file of one rank's part that nobody can tell from a whole one: that raises, and so does
+transformers' ``save_pretrained``. A state dict of the whole model is refused by `load_state_dict`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import suppress
+from functools import partial
+from types import MethodType
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,16 +24,77 @@ from ..split import split_of
 _DEGREES = ("pipeline", "tensor", "expert", "zero")
 
 
+Elsewhere = Callable[[nn.Module], Mapping[str, tuple[int, ...] | None]]
+"""Returns the whole shapes of parameters that other stages of a pipeline have, by name."""
+
+
+def guard_state_dicts(model: nn.Module, plan: Plan, elsewhere: Elsewhere) -> None:
+    """Refuse that parts of `model`, which `plan` divides, are taken for whole, and whole ones for parts."""
+    asked = ", ".join(f"{key} = {getattr(plan, key)}" for key in _DEGREES if getattr(plan, key) > 1)
+    model.register_load_state_dict_pre_hook(WholeStateGuard(asked, elsewhere))
+    for module in model.modules():
+        module.register_state_dict_post_hook(partial(_mark_parts, _Part(asked)))
+    if callable(getattr(model, "save_pretrained", None)):
+        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
+
+
+class _Part:
+    """What refuses to be written: an attribute of a state dict, and of each part in it."""
+
+    def __init__(self, asked: str) -> None:
+        self._asked = asked
+
+    def __deepcopy__(self, memo: object) -> _Part:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        self.refuse()
+
+    def refuse(self, *_: object) -> NoReturn:
+        """Raise `ConfigError`."""
+        raise ConfigError(
+            f"this state_dict is one rank's part of a model that is divided over ranks (plan: {self._asked}), and "
+            "a file of it would look like the whole",
+            remedy="call farandole.save(DIRECTORY, model) on all ranks; farandole checkpoint export or convert "
+            "make one file of it",
+        )
+
+
+def _mark_parts(part: _Part, module: nn.Module, state: Any, prefix: str, _: Any) -> None:
+    """A post-hook of ``state_dict``, for the parameters that are the module's own."""
+    for name, parameter in module._parameters.items():
+        value = state.get(prefix + name)
+        if parameter is None or value is None or not _is_part(parameter):
+            continue
+        with suppress(AttributeError):  # a plain dict that the caller has given
+            state._farandole_part = part
+        if not isinstance(value, nn.Parameter):
+            value.__reduce_ex__ = part.refuse
+
+
+def _is_part(parameter: torch.Tensor) -> bool:
+    """Return whether this rank has not all of it; parameters of other stages are left without elements."""
+    return _whole_shape(parameter, None)[0] is not None or not parameter.numel()
+
+
+def _save_pretrained(self: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> Any:
+    """Refuse to write one rank's part; a whole state that is given goes to the method of the model's class."""
+    part = getattr(self.state_dict() if state_dict is None else state_dict, "_farandole_part", None)
+    if part is not None:
+        part.refuse()
+    return type(self).save_pretrained(self, *arguments, state_dict=state_dict, **named)
+
+
 class WholeStateGuard:
     """A pre-hook of ``load_state_dict``. A copy of it, made with a copy of its model, refuses nothing that fits.
 
     Args:
-        plan: by which the model is divided.
-        elsewhere: returns the whole shapes of parameters that other stages of a pipeline have, by name.
+        asked: the keys of the plan that divide the model, in words.
+        elsewhere: see `Elsewhere`.
     """
 
-    def __init__(self, plan: Plan, elsewhere: Callable[[nn.Module], Mapping[str, tuple[int, ...] | None]]) -> None:
-        self._plan = plan
+    def __init__(self, asked: str, elsewhere: Elsewhere) -> None:
+        self._asked = asked
         self._elsewhere = elsewhere
 
     def __call__(
@@ -42,10 +108,9 @@ class WholeStateGuard:
                 continue
             whole, has = _whole_shape(parameter, elsewhere.get(name))
             if whole is not None and tuple(value.shape) == whole:
-                asked = [f"{key} = {getattr(self._plan, key)}" for key in _DEGREES if getattr(self._plan, key) > 1]
                 raise ConfigError(
                     f"load_state_dict: the state has the whole of {name!r}, {list(whole)}, this rank has {has}: "
-                    f"the model is divided over ranks (plan: {', '.join(asked)})",
+                    f"the model is divided over ranks (plan: {self._asked})",
                     remedy="load it before fd.distribute; or make a checkpoint of the file (farandole checkpoint "
                     "convert FILE DIRECTORY --from torch) and call fd.load(DIRECTORY, model) on all ranks",
                 )

@@ -1,44 +1,119 @@
-"""Whether an optimizer updates each element by that element alone, so that its work can be divided by rows.
+"""Whether an optimizer's work can be divided: by rows of a parameter, by parameters, and over sharded tensors.
 
 Tried and not looked up: the optimizer updates a small tensor whole, and the same numbers in two parts. Norms of
 whole parameters (LARS, LAMB), factors of rows and columns (Adafactor), orthogonalised matrices (Muon) and line
-searches (LBFGS) give other numbers then, or an error.
+searches (LBFGS) give other numbers then, or an error. The parts are in one optimizer, and in two that do not see
+each other, as on ranks: there bounds of a norm over all parameters and learned step sizes (D-Adaptation, Prodigy)
+differ. Gradients are also large ones, so that bounds bite, and steady ones, so that learned steps grow.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from ...comm.gradients.grad_ownership import replace_grad
 
-_STEPS = 3
+_STEPS = 24
+"""D-Adaptation begins with a step of 1e-6, and looks like SGD until it has grown."""
 _ROWS, _COLUMNS, _CUT = 6, 4, 2
+_GRADIENTS = ((100.0, 0.0), (1.0, 4.0))
+"""Size of the random part, and of one that is the same in each step, by which learned step sizes grow."""
 
 
 def why_not_elementwise(optimizer: Optimizer) -> str:
     """Return why the work of `optimizer` cannot be divided by rows; an empty text if it can."""
+
+    def try_group(group: dict[str, Any], numbers: torch.Tensor) -> str:
+        parts = _halves(numbers)
+        whole, together = _updated(optimizer, group, [numbers]), _updated(optimizer, group, parts)
+        if _are_close(whole, together) and _are_close(whole, _apart(optimizer, group, parts)):
+            return ""
+        is_alone = _are_close(whole, together, rtol=1e-4)  # a norm of all is summed in another order
+        return _ALL if is_alone else "its update of an element depends on others of the same parameter"
+
+    return _first_reason(optimizer, try_group)
+
+
+def why_not_by_parameters(optimizer: Optimizer) -> str:
+    """Return why parameters cannot be updated by several optimizers like this one; an empty text if they can."""
+
+    def try_group(group: dict[str, Any], numbers: torch.Tensor) -> str:
+        both = _halves(numbers)
+        is_alike = _are_close(_updated(optimizer, group, both), _apart(optimizer, group, both))
+        return "" if is_alike else _ALL
+
+    return _first_reason(optimizer, try_group)
+
+
+def why_not_sharded(optimizer: Optimizer, mesh: DeviceMesh) -> str:
+    """Return why `optimizer` cannot step with tensors sharded over the last dimension of `mesh`; "" if it can.
+
+    To be called by all ranks of the mesh, which may exchange norms meanwhile.
+    """
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+
+    def shard(tensor: torch.Tensor) -> torch.Tensor:
+        return distribute_tensor(tensor.to(mesh.device_type), mesh, placements, src_data_rank=None)
+
+    def try_group(group: dict[str, Any], numbers: torch.Tensor) -> str:
+        both = _halves(numbers)
+        found = _updated(optimizer, group, both, shard)
+        # Norms of shards are summed in another order.
+        is_alike = _are_close(_updated(optimizer, group, both), found.to(numbers.device), rtol=1e-4)
+        return "" if is_alike else "with sharded tensors its update is another one: it reads what this rank has"
+
+    return _first_reason(optimizer, try_group)
+
+
+_ALL = "its update of a parameter depends on other parameters"
+
+
+def _first_reason(optimizer: Optimizer, try_group: Callable[[dict[str, Any], torch.Tensor], str]) -> str:
+    """Return the first reason that `try_group` gives: for each group, and for several kinds of gradients."""
     try:
         for group in optimizer.param_groups:
-            generator = torch.Generator().manual_seed(1)
-            numbers = torch.randn(_STEPS + 1, _ROWS, _COLUMNS, dtype=torch.float32, generator=generator)
-            whole = _updated(optimizer, group, [numbers])
-            parts = _updated(optimizer, group, [numbers[:, :_CUT], numbers[:, _CUT:]])
-            if not torch.allclose(whole, parts, rtol=1e-6, atol=1e-9, equal_nan=True):
-                return "its update of an element depends on others of the same parameter"
+            for size, steady in _GRADIENTS:
+                generator = torch.Generator().manual_seed(1)
+                numbers = torch.randn(_STEPS + 1, _ROWS, _COLUMNS, dtype=torch.float32, generator=generator)
+                numbers[1:] = numbers[1:] * size + numbers[:1] * steady
+                why = try_group(group, numbers)
+                if why:
+                    return why
     except Exception as problem:
         first = (str(problem).splitlines() or [""])[0]
         return f"its step cannot be tried on a small tensor ({type(problem).__name__}: {first})"
     return ""
 
 
+def _halves(numbers: torch.Tensor) -> list[torch.Tensor]:
+    return [numbers[:, :_CUT], numbers[:, _CUT:]]
+
+
+def _are_close(one: torch.Tensor, other: torch.Tensor, rtol: float = 1e-6) -> bool:
+    return torch.allclose(one, other, rtol=rtol, atol=1e-9, equal_nan=True)
+
+
+def _apart(optimizer: Optimizer, group: dict[str, Any], numbers: list[torch.Tensor]) -> torch.Tensor:
+    """Return what `_updated` does, by an optimizer for each parameter."""
+    return torch.cat([_updated(optimizer, group, [each]) for each in numbers])
+
+
 @torch.no_grad()
-def _updated(optimizer: Optimizer, group: dict[str, Any], numbers: list[torch.Tensor]) -> torch.Tensor:
+def _updated(
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    numbers: list[torch.Tensor],
+    place: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+) -> torch.Tensor:
     """Return what becomes of ``numbers[i][0]`` with the gradients that follow it, joined over i."""
-    parameters = [torch.nn.Parameter(each[0].clone()) for each in numbers]
+    parameters = [torch.nn.Parameter(place(each[0])) for each in numbers]
     twin = object.__new__(type(optimizer))
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     hooks = {
@@ -52,6 +127,7 @@ def _updated(optimizer: Optimizer, group: dict[str, Any], numbers: list[torch.Te
         update = getattr(update, "__wrapped__", update)
     for step in range(1, _STEPS + 1):
         for parameter, each in zip(parameters, numbers, strict=True):
-            replace_grad(parameter, each[step].clone())
+            replace_grad(parameter, place(each[step]))
         update(twin)
-    return torch.cat([parameter.detach() for parameter in parameters])
+    found: list[Any] = [parameter.detach() for parameter in parameters]
+    return torch.cat([each.full_tensor() if isinstance(each, DTensor) else each for each in found])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
@@ -13,6 +14,7 @@ from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ...optim.nested_step import is_nested_step, undo_after_errors
+from ..elementwise import why_not_sharded
 
 _MIXING = {
     "LBFGS": "it joins all parameters into one vector",
@@ -38,6 +40,19 @@ def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
                     f"{_MIXING[kind.__name__]}; at zero = 3 each rank has some of them",
                     remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
                 )
+
+
+def refuse_by_trial(optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
+    """Raise `ConfigError` for an optimizer whose step is another one with tensors that are sharded over `mesh`."""
+    for i, each in enumerate(optimizers):
+        why = why_not_sharded(each, mesh)
+        if why:
+            raise ConfigError(
+                f"zero = 3 shards parameters, and the work of optimizer {i}, a {type(each).__name__}, cannot be "
+                f"divided so: {why}",
+                remedy="use one that works element by element, such as torch.optim.AdamW; norms by torch's "
+                "operations are right if their value stays a tensor",
+            )
 
 
 def support_fused(optimizers: Sequence[Optimizer]) -> None:

@@ -39,7 +39,7 @@ from .checks import refuse_mixed_types, refuse_unshardable
 from .comm_coded import CodedAllGather, CodedReduceScatter
 from .frozen_parts import stored_parts_shown
 from .mesh import make_mesh
-from .optimizers import StepOneByOne, move_to_shards, refuse_mixing, support_fused
+from .optimizers import StepOneByOne, move_to_shards, refuse_by_trial, refuse_mixing, support_fused
 from .passes import ShardedModel
 from .view_outputs import protect_views
 
@@ -81,6 +81,7 @@ def shard_parameters(
     """
     buffers = BufferSync(here, model) if plan.buffers == "mean" else None
     mesh = make_mesh(here, plan, here.device.type, copies)
+    refuse_by_trial(optimizers, mesh)
     before = dict(model.named_parameters())
     left = set(leave)
     units = [(name, unit) for name, unit in _units(model) if not left.issuperset(unit.parameters())]
