@@ -146,7 +146,9 @@ def make(kind: str, options: dict[str, Any], count: int, batch: int) -> tuple[An
     lengths: Any = {"lengths": [1 + i * i % 17 for i in range(count)]} if kind.startswith("by ") else {}
     if kind == "by tokens":
         lengths["max_tokens"] = 20 + batch
-    return fd.shard(loader, seed=seed, **lengths), rows.reads
+    made = fd.shard(loader, seed=seed, **lengths)
+    rows.reads.zero_()  # in shared memory: a child has compared samples
+    return made, rows.reads
 
 
 def read(loader: Any, epochs: int, seen: list[Any], limit: int = 99999) -> None:

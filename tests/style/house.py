@@ -227,13 +227,13 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "train": [
         ("balance", "batches in proportion to the speed of a rank"),
         ("data/ahead", "a thread that draws ahead of a loop, and what waits until the loop has a batch"),
+        ("guards", "mistakes that a comparison of the ranks shows: warnings, and other data, which are refused"),
         ("data", "sharding a data loader over the ranks"),
         ("prefetch", "`fd.prefetch`: batches of any loader, drawn and copied ahead of the loop"),
         ("noise", "the gradient noise scale: averages of squares of gradients, and the critical batch"),
         ("metrics", "values of all ranks brought together, and values written live to other tools"),
         ("elastic", "a worker of an elastic job: its control connection, and the change of generations"),
         ("stall", "ranks that do no steps: a thread that notices it, and says which rank is where"),
-        ("guards", "warnings about mistakes that do not stop a training"),
         ("fused", "compositions of layer and loss that keep less memory than the plain ones"),
         (
             "verify",

@@ -25,7 +25,8 @@ def seed(number: int, *, per_rank: bool = False) -> int:
     Args:
         number: the seed, from 0 to 2**63 - 1, the same on all ranks.
         per_rank: give every rank random numbers of its own, for dropout and augmentation; ranks that see the
-            same samples (`tensor`, `pipeline`, `context`) have the same. Rank 0 has those of one process.
+            same samples (`tensor`, `pipeline`, `context`) have the same. Rank 0 has those of one process. A split
+            of the data that is drawn afterwards, without a generator of its own, is another one on each rank.
 
     Returns:
         The seed of this rank.

@@ -22,6 +22,7 @@ from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.instrument.training_facts import note_loader
+from ..guards.same_data import data_of, refuse_other_data
 from .ahead.told_later import depth_ahead
 from .drawing import Drawing, LoaderState
 from .length_buckets import Cut, LengthBuckets
@@ -69,7 +70,7 @@ def shard(
         PlanError: the plan's `balance` cannot divide this loader.
         ConfigError: `loader` is no DataLoader, is sharded already, or its batch is too small to divide; or what
             `lengths` gives are no lengths of its samples, or `max_tokens` is too small for one of them.
-        Mismatch: the ranks' loaders differ; raised on every rank.
+        Mismatch: the ranks' loaders differ, or their data; raised on every rank.
     """
     here = world()
     if not isinstance(loader, DataLoader):
@@ -240,7 +241,11 @@ def _cut_of(loader: DataLoader[Any], here: World, max_tokens: int | None, *, is_
 
 
 def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> int:
+    """Return the seed of the order of the data, which all ranks have; raise `Mismatch` for other data."""
     if seed is None:
         generator = getattr(loader.sampler, "generator", None)
         seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-    return int(all_gather_json(here, "seed of the data order", int(seed))[0])
+    data = data_of(loader.dataset) if here.size > 1 else []
+    said = all_gather_json(here, "seed and data", [int(seed), data])
+    refuse_other_data(here, loader.dataset, [each for _, each in said])
+    return int(said[0][0])

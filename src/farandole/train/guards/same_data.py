@@ -1,0 +1,212 @@
+"""Whether the ranks of `fd.shard` have the same data: equal lengths do not say it.
+
+[Note: what is compared] The indices of each `Subset` in a dataset, and its first, middle and last sample. Texts by
+what follows their last slash, as a path may differ. Numbers with a fraction by a weighted sum, within 1/1000 of
+their norm, as another CPU rounds otherwise. A sample is taken twice, with other seeds: what differs then is
+random, and where it is on one rank no rank is compared. Before an error samples are taken more often: a coin of
+another generator may fall alike twice.
+
+[Note: samples are taken in a child] To read one may open files that workers must not share when they are forked,
+begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It has a
+second for each take of the three; what it did not come to, or could not read, is not compared.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, Subset
+
+from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import World
+from ...core.vocabulary.errors import Mismatch
+from ...core.vocabulary.rank_lists import name_ranks
+
+_TAKES, _TAKES_BEFORE_AN_ERROR = 2, 10
+_MOST_NUMBERS = 2**18
+"""An array with more is compared by each n-th."""
+_DEPTH = 8
+"""Datasets within datasets."""
+_REMEDY = (
+    "give the same data on all ranks: draw the split with a generator of its own "
+    "(generator=torch.Generator().manual_seed(0)), before fd.seed(per_rank=True)"
+)
+
+
+def data_of(dataset: Any, takes: int = _TAKES) -> list[Any]:
+    """Return what is compared of this rank's data, as JSON values: of indices, then of samples. None: nothing."""
+    places = _places(dataset)
+    told = _told_by_child(dataset, places, takes) if places else []
+    return [_indices_of(dataset), *told, *[None] * (len(places) - len(told))]
+
+
+def refuse_other_data(here: World, dataset: Any, said: Sequence[list[Any]]) -> None:
+    """Raise `Mismatch` where `said`, what `data_of` gave on each rank, differs; on every rank."""
+    differing = _differing(said)
+    if differing and 0 not in differing:
+        differing = _differing(
+            all_gather_json(here, "samples that differ", data_of(dataset, _TAKES_BEFORE_AN_ERROR))
+        )
+    for at, ranks in differing.items():
+        what = f"sample {_places(dataset)[at - 1]}" if at else "the split by indices"
+        raise Mismatch(
+            f"{what} in the {type(dataset).__name__} on {name_ranks([here.job_ranks[rank] for rank in ranks])} is "
+            f"not that of rank {here.job_ranks[0]}",
+            rank=here.job_rank,
+            operation="comparing the data given to fd.shard",
+            remedy=_REMEDY,
+        )
+
+
+def _differing(said: Sequence[list[Any]]) -> dict[int, list[int]]:
+    """Return, by place in what was said, the ranks that do not say what rank 0 does."""
+    rows = {at: row for at, row in enumerate(zip(*said, strict=True)) if None not in row}
+    found = {at: [rank for rank, each in enumerate(row) if not _alike(each, row[0])] for at, row in rows.items()}
+    return {at: ranks for at, ranks in found.items() if ranks}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    if isinstance(one, str):
+        return one == str(other)
+    (text, total, norm), (other_text, other_total, other_norm) = one, other
+    return bool(text == other_text and abs(total - other_total) <= 1e-5 + 1e-3 * max(norm, other_norm))
+
+
+def _places(dataset: Any) -> list[int]:
+    total = 0
+    with suppress(TypeError, NotImplementedError):  # as torch's samplers, it may need no length
+        total = 0 if isinstance(dataset, IterableDataset) else len(dataset)
+    return sorted({0, total // 2, total - 1}) if total else []
+
+
+def _indices_of(dataset: Any) -> str | None:
+    digest = hashlib.blake2b(digest_size=8)
+    try:
+        for indices in _splits(dataset, _DEPTH):
+            array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+            digest.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
+    except (TypeError, ValueError, RuntimeError):  # keys that are no numbers
+        return None
+    return digest.hexdigest()
+
+
+def _splits(dataset: Any, depth: int) -> Iterator[Any]:
+    """Yield the indices of all subsets, in a wrapper of the user's too."""
+    if isinstance(dataset, Subset):
+        yield dataset.indices
+    for value in getattr(dataset, "__dict__", {}).values() if depth else ():
+        has_members = isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset)
+        for each in value if has_members else [value]:
+            if isinstance(each, Dataset):
+                yield from _splits(each, depth - 1)
+
+
+def _told_by_child(dataset: Any, places: list[int], takes: int) -> list[Any]:
+    """Return what is compared of the samples that were read in time. See [Note: samples are taken in a child]."""
+    told: list[Any] = []
+    answers, writing = multiprocessing.Pipe(duplex=False)
+    with answers, writing, suppress(OSError, EOFError):  # no memory for another process; the child's end
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of threads that go on: the child needs none of them
+            child = os.fork()
+        if child == 0:
+            _read(dataset, places, takes, writing)
+        writing.close()
+        deadline = time.monotonic() + takes
+        try:
+            while len(told) < len(places) and answers.poll(max(0.0, deadline - time.monotonic())):
+                told.append(json.loads(answers.recv_bytes()))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return told
+
+
+def _read(dataset: Any, places: list[int], takes: int, answers: Connection) -> NoReturn:
+    """In the child: tell what is compared of each sample, and end."""
+    try:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(takes + 1)  # should the parent be gone
+        gc.disable()  # what the parent has left is not to be closed here
+        torch.set_num_threads(1)
+        with Path(os.devnull).open("w") as silence, redirect_stdout(silence), redirect_stderr(silence):
+            for stream in (1, 2):
+                os.dup2(silence.fileno(), stream)
+            for place in places:
+                told = None
+                with suppress(Exception):  # the user meets it where the sample is really read
+                    first, *others = [_take(dataset, place, seed) for seed in range(takes)]
+                    told = first if all(each == first for each in others) else None
+                answers.send_bytes(json.dumps(told).encode())
+    finally:
+        os._exit(0)
+
+
+def _take(dataset: Any, place: int, seed: int) -> list[Any]:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    sketch = _Sketch()
+    sketch.add(dataset[place])
+    return [sketch.digest.hexdigest(), sketch.total, math.sqrt(sketch.square)]
+
+
+class _Sketch:
+    """A sample in three values. See [Note: what is compared]."""
+
+    def __init__(self) -> None:
+        self.digest = hashlib.blake2b(digest_size=8)
+        self.total = self.square = 0.0
+        self._count = 0
+
+    def add(self, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value.double() if value.is_floating_point() else value).numpy()
+        if isinstance(value, (float, complex)) or hasattr(value, "__array_interface__"):
+            self._add_array(np.asarray(value))
+        elif isinstance(value, (list, tuple, Mapping)):
+            self.digest.update(f"{type(value).__name__} {len(value)}".encode())
+            for each in (
+                sorted(value.items(), key=lambda item: repr(item[0])) if isinstance(value, Mapping) else value
+            ):
+                self.add(each)
+        elif isinstance(value, str):
+            self.digest.update(value.rpartition("/")[2].encode(errors="replace") + b"\0")
+        elif isinstance(value, (bytes, bytearray)):
+            self.digest.update(value)
+        else:
+            self.digest.update(
+                (repr(value) if isinstance(value, (int, type(None))) else type(value).__name__).encode()
+            )
+
+    def _add_array(self, array: np.ndarray[Any, Any]) -> None:
+        if array.dtype.kind not in "biufc":
+            self.add(array.tolist())
+            return
+        self.digest.update(f"{array.dtype.kind} {array.shape}".encode())
+        flat = array.reshape(-1)[:: 1 + array.size // _MOST_NUMBERS]
+        if array.dtype.kind in "biu":
+            self.digest.update(flat.tobytes())
+            return
+        numbers = np.stack([flat.real, flat.imag]).astype(np.float64).reshape(-1)
+        numbers = np.where(np.abs(numbers) < 1e100, numbers, 0.0)
+        self.total += float((numbers * np.cos(np.arange(self._count, self._count + numbers.size))).sum())
+        self.square += float((numbers**2).sum())
+        self._count += numbers.size
