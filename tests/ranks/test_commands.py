@@ -156,6 +156,29 @@ def test_verify_compares_the_samples_of_steps_alone(tmp_path: Path) -> None:
     assert failed == {"batches": "ranks 0 and 1 saw the same samples in step 1"}
 
 
+SHUFFLED_STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        for i in range(0, 64, 16):
+            yield from (rows[i + int(j)] for j in torch.randperm(16))
+
+fd.seed(0, per_rank=True)
+rows, stream = TensorDataset(x, x.sum(1, keepdim=True)), Stream()
+"""
+
+
+def test_verify_counts_the_samples_that_two_ranks_train_on(tmp_path: Path) -> None:
+    """Every rank reads the whole stream, in an order of its own."""
+    text = TRAINS.replace("rows = TensorDataset(x, x.sum(1, keepdim=True))\n", SHUFFLED_STREAM)
+    text = text.replace("DataLoader(rows, batch_size=8, shuffle=True)", "DataLoader(stream, batch_size=8)")
+    code, answer, err = verify(
+        tmp_path, script(tmp_path, text.replace("3 * len(loader)", "12").replace("FAULT", ""))
+    )
+    assert code == 0, err
+    said = {c["name"]: c["answer"] for c in answer["checks"]}
+    assert said["samples"].endswith(" of 48 were trained on by another rank, too, in the same step")
+
+
 def test_verify_stops_a_script_that_distributes_no_model(tmp_path: Path) -> None:
     name = trains(tmp_path)
     lines = [line for line in Path(name).read_text().splitlines() if "fd.distribute" not in line]

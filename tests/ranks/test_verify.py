@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.train.verify.mean_counts import MeanCounts
-from farandole.train.verify.verify import Verification, check_loss, check_sizes
+from farandole.train.verify.verify import Verification, check_loss, check_repeats, check_sizes, row_hashes
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 
@@ -158,3 +158,32 @@ def test_a_divided_model_passes_and_what_differs_in_a_part_of_it_is_named() -> N
         alike = fd.verify(model, optimizer, batch=torch.full((2,), float(here.sample_rank == 5)))
         (_, same) = [each for each in alike.checks if each.passed is False]
         assert same.answer == "ranks 0 and 2 saw the same samples in step 1", f"{keys}: {same}"
+
+
+def hashes(*values: float) -> list[str]:
+    return row_hashes(((torch.tensor(values).view(-1, 1), None), {"mask": torch.ones(len(values))}))
+
+
+@ranks(2)
+def test_samples_that_several_ranks_train_on_are_counted() -> None:
+    world = fd.init()
+
+    def told(*passes: tuple[int, list[str]]) -> list[tuple[bool | None, str, str]]:
+        return [(each.passed, each.answer, each.word) for each in check_repeats(world, passes)]
+
+    def own(first: int, count: int = 8) -> list[str]:
+        return hashes(*range(first * (1 + world.rank), first * (1 + world.rank) + count))
+
+    assert told() == []
+    other = hashes(*range(8 * (2 - world.rank), 8 * (3 - world.rank)))
+    assert told((1, own(8)), (2, other)) == [], "another epoch's"
+    assert told((1, own(1, 4)), (2, hashes(world.rank))) == [
+        (True, "3 of 10 were trained on by another rank, too, in the same step", "")
+    ]
+    assert told((1, own(7))) == [], "a placeholder"
+    assert told((1, [*own(1, 4), *own(1, 1)])) == [], "the data have equal samples"
+    assert told(*[(step, own(3)) for step in range(4)]) == [
+        (None, "20 of 64 were trained on by another rank, too, in the same step", "seen twice")
+    ]
+    assert hashes(1, 2) != hashes(2, 1)
+    assert len(row_hashes(([torch.ones(4, 2), torch.ones(3)], {}))) == 4

@@ -48,8 +48,10 @@ from .verify import (
     check_optimizer,
     check_parameters,
     check_ranks,
+    check_repeats,
     check_sizes,
     fingerprint,
+    row_hashes,
 )
 
 
@@ -67,6 +69,7 @@ class _SeenPass:
     step: int
     samples: int
     fingerprint: str
+    rows: list[str]
 
 
 class VerificationRun:
@@ -161,7 +164,9 @@ class VerificationRun:
         has_tensors = next(tensors_in(inputs), None) is not None
         if model.training and has_tensors and self._is_trained(model):
             samples = samples_of(arguments or inputs[1])
-            self._begun = _SeenPass(self._world.session.steps.done + 1, samples, fingerprint(inputs))
+            self._begun = _SeenPass(
+                self._world.session.steps.done + 1, samples, fingerprint(inputs), row_hashes(inputs)
+            )
 
     def forward_ends(self, model: nn.Module, output: Any) -> None:
         """Wait for a gradient of what came out."""
@@ -236,6 +241,7 @@ class VerificationRun:
         steps = [each.step for each in self._trained]
         checks += check_sizes(here, [each.samples for each in self._trained], steps)
         checks.append(check_batches(here, [each.fingerprint for each in self._trained], steps))
+        checks += check_repeats(here, [(each.step, each.rows) for each in self._trained])
         checks.append(check_loss(here, self._losses))
         return checks
 

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ...comm.batch_weight.nested_tensors import tensors_in
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
@@ -271,6 +272,37 @@ def check_sizes(
             answer = f"ranks were given {listed} samples {where}, which count alike"
             return [Check("batch sizes", None, answer, remedy, word="not exact")]
     return []
+
+
+def check_repeats(here: World, passes: Sequence[tuple[int, Sequence[str]]]) -> list[Check]:
+    """Say how many samples other ranks trained on, too. `passes`: steps of this rank, and `row_hashes` of each.
+
+    In one step alone, as another epoch may give a sample to another rank. Nothing where a rank has equal samples
+    in a batch, as then the data have, and of no more than the placeholders of an epoch's last batch.
+    """
+    every = all_gather_json(here, "verify/rows", list(passes))
+    owners = here.degrees.first_ranks([name for name in ORDER if name not in OTHER_SAMPLES])
+    rows = [{(step, row) for step, found in every[rank] for row in found} for rank in owners]
+    total = sum(map(len, rows))
+    repeats = total - len(set().union(*rows))
+    if any(len(set(found)) < len(found) for rank in owners for _, found in every[rank]) or repeats < len(owners):
+        return []
+    answer = f"{repeats} of {total} were trained on by another rank, too, in the same step"
+    # If the data had equal samples, some would have met on one rank.
+    is_sure = repeats > _SURE_REPEATS * len(owners)
+    return [Check("samples", None if is_sure else True, answer, _DIVIDE, word="seen twice" if is_sure else "")]
+
+
+def row_hashes(batch: Any) -> list[str]:
+    """Return a hash of each of a batch's first samples, of all tensors that have a row for each."""
+    found = [each for each in tensors_in(batch) if each.dim() and each.layout is torch.strided]
+    count = len(found[0]) if found else 0
+    rows = [each.detach()[:_MOST_ROWS].cpu() for each in found if len(each) == count]
+    return [fingerprint([each[at] for each in rows]) for at in range(min(count, _MOST_ROWS))]
+
+
+_MOST_ROWS = 1024
+_SURE_REPEATS = 8
 
 
 def check_loss(here: World, losses: Sequence[float]) -> Check:
