@@ -1,10 +1,10 @@
 """Whether the ranks of `fd.shard` have the same data: equal lengths do not say it.
 
-[Note: what is compared] The indices of each `Subset` in a dataset, and its first, middle and last sample. Texts by
-what follows their last slash, as a path may differ. Numbers with a fraction by a weighted sum, within 1/1000 of
-their norm, as another CPU rounds otherwise. A sample is taken twice, with other seeds: what differs then is
-random, and where it is on one rank no rank is compared. Before an error samples are taken more often: a coin of
-another generator may fall alike twice.
+[Note: data that are the same] Compared are the indices of each `Subset` in a dataset, and its first, middle and
+last sample: texts by what follows their last slash, as a path may differ; numbers with a fraction by a weighted
+sum, within 1/1000 of their norm, as another CPU rounds otherwise. A sample is taken twice, with other seeds: what
+differs then is random, and where it is on one rank no rank is compared. Before an error samples are taken more
+often: a coin of another generator may fall alike twice.
 
 [Note: samples are taken in a child] To read one may open files that workers must not share when they are forked,
 begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It has a
@@ -168,7 +168,7 @@ def _take(dataset: Any, place: int, seed: int) -> list[Any]:
 
 
 class _Sketch:
-    """A sample in three values. See [Note: what is compared]."""
+    """A sample in three values. See [Note: data that are the same]."""
 
     def __init__(self) -> None:
         self.digest = hashlib.blake2b(digest_size=8)
