@@ -81,7 +81,7 @@ def test_every_plan_that_divides_refuses_them() -> None:
         for make in (lambda p: Clipped(p, by_torch=False), Learned):
             model = mlp()
             before = [each.detach().clone() for each in model.parameters()]
-            optimizer: Any = make(model.parameters())  # type: ignore[no-untyped-call]
+            optimizer: Any = make(model.parameters())
             words = r"(Clipped|Learned).*(depends on other parameters|is another one)"
             with pytest.raises(fd.ConfigError, match=words):
                 fd.distribute(model, optimizer, plan)

@@ -280,10 +280,9 @@ def _exchange(
     if plan.sync_batch_norm:
         convert_sync_batchnorm(model, replicas)
     if plan.zero == MOST_ZERO:
-        copies = mesh.size("data") if mesh.size("shard") > 1 else 1
         shared = {each for _, each in shared_parameters(parameters_here(model))}
         others = [each for each in model.parameters() if each not in shared]
-        sharded = shard_parameters(replicas, model, optimizers, plan, copies=copies, leave=others)
+        sharded = shard_parameters(replicas, model, optimizers, plan, copies=mesh.copies, leave=others)
         put_first(model)
         vars(model)["_farandole_sharded"], _sharded[model] = sharded, weakref.ref(sharded)
     else:

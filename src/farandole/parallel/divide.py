@@ -38,7 +38,7 @@ def check_division(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer]
     facts = ParameterTable(list(model.named_parameters())).describe()
     require_same(mesh.here, "comparing parameters", facts)
     if plan.zero == MOST_ZERO:
-        check_shardable(mesh.here, model, optimizers, plan)
+        check_shardable(mesh.replicas, model, optimizers, plan, mesh.copies)
     refuse_indivisible(optimizers, mesh.degrees)
     if mesh.size("tensor") > 1:
         refuse_divided_tokens(model, plan_tensor(model, plan, mesh).places.blocks)

@@ -66,6 +66,11 @@ class Mesh:
         """The ranks that hold the same parameters, but for those of experts."""
         return self.part(*SAME_PARAMETERS)
 
+    @property
+    def copies(self) -> int:
+        """How many runs of replicas have all parameters at zero = 3; 1: as the plan's ``shard_within`` says."""
+        return self.size("data") if self.size("shard") > 1 else 1
+
     def _key(self, names: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(name for name in ORDER if name in names)
 

@@ -65,16 +65,15 @@ def refuse_indivisible(optimizers: Sequence[Optimizer], degrees: Degrees) -> Non
 
 
 def refuse_codecs_and_optimizers(here: World, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise `PlanError` or `ConfigError` for codecs and optimizers that ZeRO stages 1 and 2 cannot divide."""
-    if plan.zero not in (1, 2):
-        return
-    refuse_codecs_of_rows(plan)
-    if any(isinstance(each, OneBitAdam) for each in optimizers):
+    """Raise `PlanError` or `ConfigError` for what ZeRO cannot divide, but for what the trial of stage 3 finds."""
+    if plan.zero in (1, 2):
+        refuse_codecs_of_rows(plan)
+    if plan.zero and any(isinstance(each, OneBitAdam) for each in optimizers):
         raise ConfigError(
             f"plan: zero = {plan.zero}, but OneBitAdam exchanges its momentum whole",
             remedy="set zero = 0, or use torch.optim.Adam",
         )
-    for optimizer in optimizers if here.size > 1 else []:
+    for optimizer in optimizers if here.size > 1 and plan.zero in (1, 2) else []:
         why = why_not_elementwise(optimizer)
         if why:
             raise ConfigError(

@@ -7,8 +7,9 @@ differs then is random, and where it is on one rank no rank is compared. Before 
 often: a coin of another generator may fall alike twice.
 
 [Note: samples are taken in a child] To read one may open files that workers must not share when they are forked,
-begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It has a
-second for each take of the three; what it did not come to, or could not read, is not compared.
+begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It is waited
+for a second for each take of the three; what was not read by then, or cannot be, is not compared. It is not ended
+in the middle of a sample, which it may be writing to a cache: it ends after that one, and nobody waits.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
 
 _TAKES, _TAKES_BEFORE_AN_ERROR = 2, 10
+_MOST_SECONDS = 60
 _MOST_NUMBERS = 2**18
 """An array with more is compared by each n-th."""
 _DEPTH = 8
@@ -124,25 +126,24 @@ def _told_by_child(dataset: Any, places: list[int], takes: int) -> list[Any]:
     with answers, writing, suppress(OSError, EOFError):  # no memory for another process; the child's end
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of threads that go on: the child needs none of them
+            deadline = time.monotonic() + takes
             child = os.fork()
         if child == 0:
-            _read(dataset, places, takes, writing)
+            _read(dataset, places, takes, writing, deadline)
         writing.close()
-        deadline = time.monotonic() + takes
-        try:
-            while len(told) < len(places) and answers.poll(max(0.0, deadline - time.monotonic())):
-                told.append(json.loads(answers.recv_bytes()))
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        os.waitpid(child, 0)  # its own child reads
+        while len(told) < len(places) and answers.poll(max(0.0, deadline - time.monotonic())):
+            told.append(json.loads(answers.recv_bytes()))
     return told
 
 
-def _read(dataset: Any, places: list[int], takes: int, answers: Connection) -> NoReturn:
-    """In the child: tell what is compared of each sample, and end."""
+def _read(dataset: Any, places: list[int], takes: int, answers: Connection, deadline: float) -> NoReturn:
+    """In a child: tell what is compared of each sample, and end."""
     try:
+        if os.fork():
+            os._exit(0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(takes + 1)  # should the parent be gone
+        signal.alarm(_MOST_SECONDS)  # a lock may be held for ever here
         gc.disable()  # what the parent has left is not to be closed here
         torch.set_num_threads(1)
         with Path(os.devnull).open("w") as silence, redirect_stdout(silence), redirect_stderr(silence):
@@ -151,14 +152,16 @@ def _read(dataset: Any, places: list[int], takes: int, answers: Connection) -> N
             for place in places:
                 told = None
                 with suppress(Exception):  # the user meets it where the sample is really read
-                    first, *others = [_take(dataset, place, seed) for seed in range(takes)]
+                    first, *others = [_take(dataset, place, seed, deadline) for seed in range(takes)]
                     told = first if all(each == first for each in others) else None
                 answers.send_bytes(json.dumps(told).encode())
     finally:
         os._exit(0)
 
 
-def _take(dataset: Any, place: int, seed: int) -> list[Any]:
+def _take(dataset: Any, place: int, seed: int, deadline: float) -> list[Any]:
+    if time.monotonic() > deadline:
+        os._exit(0)
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)

@@ -16,42 +16,20 @@ from ....core.vocabulary.notice import write_notice
 from ...optim.nested_step import is_nested_step, undo_after_errors
 from ..elementwise import why_not_sharded
 
-_MIXING = {
-    "LBFGS": "it joins all parameters into one vector",
-    "Adafactor": "it keeps sums over rows and columns of a matrix",
-    "Muon": "it orthogonalises whole matrices",
-    "OneBitAdam": "it sends its own momentum",
-    "SparseAdam": "it needs sparse gradients",
-    "Shampoo": "it keeps products over rows and columns of a matrix",
-}
-"""Optimizers whose step for an element needs others of its parameter, by class, and why."""
-
-
-def refuse_mixing(optimizers: Sequence[Optimizer]) -> None:
-    """Raise `ConfigError` for an optimizer that cannot step with shards of its parameters.
-
-    Others go through torch's sharded tensors, where a norm or a mean is that of the whole parameter.
-    """
-    for i, each in enumerate(optimizers):
-        for kind in type(each).__mro__:
-            if kind.__name__ in _MIXING:
-                raise ConfigError(
-                    f"optimizer {i} is a {type(each).__name__}, which mixes elements of a parameter: "
-                    f"{_MIXING[kind.__name__]}; at zero = 3 each rank has some of them",
-                    remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
-                )
-
 
 def refuse_by_trial(optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:
-    """Raise `ConfigError` for an optimizer whose step is another one with tensors that are sharded over `mesh`."""
+    """Raise `ConfigError` for an optimizer whose step is another one with tensors that are sharded over `mesh`.
+
+    A norm or a mean by torch's operations is that of the whole parameter there.
+    """
     for i, each in enumerate(optimizers):
         why = why_not_sharded(each, mesh)
         if why:
             raise ConfigError(
                 f"zero = 3 shards parameters, and the work of optimizer {i}, a {type(each).__name__}, cannot be "
                 f"divided so: {why}",
-                remedy="use one that works element by element, such as torch.optim.AdamW; norms by torch's "
-                "operations are right if their value stays a tensor",
+                remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0; norms "
+                "by torch's operations are right if their value stays a tensor",
             )
 
 

@@ -39,20 +39,21 @@ from .checks import refuse_mixed_types, refuse_unshardable
 from .comm_coded import CodedAllGather, CodedReduceScatter
 from .frozen_parts import stored_parts_shown
 from .mesh import make_mesh
-from .optimizers import StepOneByOne, move_to_shards, refuse_by_trial, refuse_mixing, support_fused
+from .optimizers import StepOneByOne, move_to_shards, refuse_by_trial, support_fused
 from .passes import ShardedModel
 from .view_outputs import protect_views
 
 
-def check_shardable(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise what stands against stage 3; to be called before anything is sent or changed.
+def check_shardable(
+    here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, copies: int
+) -> None:
+    """Raise what stands against stage 3; to be called by all ranks before anything is sent or changed.
 
     Raises:
         ConfigError: a module, parameter or optimizer that cannot be sharded, by name.
         PlanError: this torch has not what stage 3 needs.
     """
     refuse_unshardable(here, model)
-    refuse_mixing(optimizers)
     support_fused(optimizers)
     units = _units(model)
     inside = {id(parameter) for _, unit in units for parameter in unit.parameters()}
@@ -60,6 +61,8 @@ def check_shardable(here: World, model: nn.Module, optimizers: Sequence[Optimize
     for name, unit in units:
         refuse_mixed_types(name, list(unit.named_parameters(name)), narrowed)
     refuse_mixed_types("", [(n, p) for n, p in model.named_parameters() if id(p) not in inside], narrowed)
+    if here.size > 1:
+        refuse_by_trial(optimizers, make_mesh(here, plan, here.device.type, copies))
 
 
 def shard_parameters(
@@ -81,7 +84,6 @@ def shard_parameters(
     """
     buffers = BufferSync(here, model) if plan.buffers == "mean" else None
     mesh = make_mesh(here, plan, here.device.type, copies)
-    refuse_by_trial(optimizers, mesh)
     before = dict(model.named_parameters())
     left = set(leave)
     units = [(name, unit) for name, unit in _units(model) if not left.issuperset(unit.parameters())]
