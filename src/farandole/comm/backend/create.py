@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ...core.environ.env import read_meeting_address
+from ...core.launchers.rank_variables import read_rank_variables
 from ..host_memory.memory import Unavailable, find_peers
 from ..named_ops.data.host_groups import HostGroups, host_groups
 from ..transport.frame_transport import FrameTransport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
+from ..world.handshake import agree_on_start
 from ..world.world import World
 from .calls.call_queue import CallQueue
 from .exchanges.by_host_exchange import ByHostExchange
@@ -37,6 +39,8 @@ from .process_group import ProcessGroup
 
 _groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
 """Those of this process, which it leaves when it ends."""
+_starts: list[str] = []
+"""What `agree_on_start` returned in the first group of all ranks; empty where no agent serves the store."""
 
 
 def make_group(options: Any, backend_options: object = None) -> ProcessGroup:
@@ -94,9 +98,13 @@ def _world(
     )
     if size > 1:
         # A process may make groups at one store again after it has destroyed them: all ranks count alike.
+        place = read_rank_variables()
+        if not _starts and place is not None and place.store_is_served and place.size == size:
+            _starts.append(agree_on_start(world, store))
+        store = dist.PrefixStore("/".join(["farandole", *_starts]), store)
         with translated(world, "making a group"):
-            number = store.add(f"farandole/made by {rank}", 1)
-        world.groups.store = dist.PrefixStore(f"farandole/{number}", store)
+            number = store.add(f"made by {rank}", 1)
+        world.groups.store = dist.PrefixStore(str(number), store)
     hosts = meet(world, names, _host_identity(rank))
     known = list(dict.fromkeys(hosts))
     here = [other for other, host in enumerate(hosts) if host == hosts[rank]]
@@ -123,7 +131,7 @@ def _connect(world: World, names: tuple[int, ...], hosts: Sequence[int], store: 
 
         return DeviceGroup(
             exchange, names, calls=calls, mailbox=mailbox, close=close, timeout_seconds=world.timeout_seconds,
-            split=partial(_split, store), store=store,
+            split=partial(_split, store), store=world.store or store,
         )  # fmt: skip
 
     mailbox = None

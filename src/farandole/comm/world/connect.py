@@ -136,10 +136,10 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: 
         _refuse_other_backend(wanted)
         made.groups.store = fresh_prefix(("", 0), dist.distributed_c10d._get_default_store())
         made.groups.default = dist.group.WORLD
-        handshake(made, owns_gpu=False)
+        handshake(made, owns_gpu=False, is_kept=place.store_is_served)
         return
-    store = made.groups.store = open_store(place, wait, made.sockets)
-    handshake(made, owns_gpu=True)
+    made.groups.store = open_store(place, wait, made.sockets)
+    handshake(made, owns_gpu=True, is_kept=place.store_is_served)
     with translated(made, "meeting the other ranks"):
         forget_world_before(place)
     for_cpu = wanted or "gloo"
@@ -153,7 +153,7 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: 
     try:
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore("torch", store),
+            store=dist.PrefixStore("torch", made.groups.store),
             rank=made.rank,
             world_size=made.size,
             timeout=build_time(wait),

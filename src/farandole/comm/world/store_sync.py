@@ -16,6 +16,8 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as dist
+
 from ...core.vocabulary.errors import CommError, Mismatch, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
 from .comm_errors import refuse_if_ended, translate_error
@@ -40,7 +42,7 @@ def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
         world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
-        raise _nobody_answered(world, topic, keys, problem) from None
+        raise nobody_answered(world, world.store, topic, keys, problem) from None
     name, _, count = prefix.rpartition("/")
     if count != "0":
         # All have spoken this time, so all have read what was said the last time.
@@ -76,7 +78,7 @@ def decide_on_first(world: World, topic: str, mine: Any, decide: Callable[[list[
             finally:
                 world.store.set(answer, json.dumps(said))
     except RuntimeError as problem:
-        raise _nobody_answered(world, topic, [answer] if world.rank else keys, problem) from None
+        raise nobody_answered(world, world.store, topic, [answer] if world.rank else keys, problem) from None
     name, _, count = prefix.rpartition("/")
     if count != "0":
         with suppress(RuntimeError):  # all have spoken this time, so all have read what was said the last time
@@ -129,14 +131,14 @@ def require_equal(world: World, operation: str, what: str, values: Sequence[Any]
     )
 
 
-def _nobody_answered(world: World, topic: str, keys: Sequence[str], problem: RuntimeError) -> CommError:
-    assert world.store is not None, "gather had a store"
+def nobody_answered(
+    world: World, store: dist.Store, topic: str, keys: Sequence[str], problem: RuntimeError
+) -> CommError:
+    """Return the error of a wait for `keys`, one a rank from rank 0 on, that ended in `problem`."""
     missing: list[int] = []
     if not world.sockets.shut_down:
         with suppress(RuntimeError):  # the store is gone: that is the failure
-            missing = [
-                rank for rank, key in zip(world.job_ranks, keys, strict=True) if not world.store.check([key])
-            ]
+            missing = [rank for rank, key in zip(world.job_ranks, keys, strict=False) if not store.check([key])]
     if not missing:
         return translate_error(problem, world, topic)
     return Stalled(
