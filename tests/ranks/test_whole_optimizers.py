@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import farandole as fd
-from farandole.parallel.zero.elementwise import why_not_by_parameters, why_not_elementwise
+from farandole.parallel.optim.elementwise import why_not_by_parameters, why_not_elementwise
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 from tests.ranks.sharded_cases import require_close

@@ -12,8 +12,8 @@ from ..core.vocabulary.degrees import Degrees
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..plan.combinations import refuse_codecs_of_rows
+from .optim.elementwise import why_not_by_parameters, why_not_elementwise
 from .optim.one_bit_adam import OneBitAdam
-from .zero.elementwise import why_not_by_parameters, why_not_elementwise
 
 
 def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:

@@ -16,7 +16,7 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import MEASURED, SyncSpec
 from ..parallel import apply
-from ..parallel.zero.elementwise import why_not_elementwise
+from ..parallel.optim.elementwise import why_not_elementwise
 from ..sync.local_steps import LocalSteps
 from ..sync.measured import MeasuredSync
 from ..sync.server.dense.policy import ServerSync

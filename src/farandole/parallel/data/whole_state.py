@@ -1,7 +1,7 @@
 """State dicts of a model that is divided over ranks: parts are not written as if they were whole, nor the reverse.
 
 What `state_dict()` of a divided model gives on a rank are this rank's parts. It can be read, copied and loaded as
-ever. Pickled it would be a file of one rank's part that nobody can tell from a whole one: that raises, and so does
+ever. Pickled it would be a file of one rank's part that looks like a whole one: that raises, and so does
 transformers' ``save_pretrained``. A state dict of the whole model is refused by `load_state_dict`.
 """
 

@@ -16,7 +16,7 @@ from torch import nn
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_bytes
 from ...parallel.blocks import repeated_blocks
-from ...parallel.zero.elementwise import why_not_elementwise
+from ...parallel.optim.elementwise import why_not_elementwise
 from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
 from ...plan.model.profile import ModelProfile, ModelUnit
 from ..memory.alike import NotAlikeError, foldable, skipped

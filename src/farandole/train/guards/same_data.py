@@ -9,7 +9,7 @@ often: a coin of another generator may fall alike twice.
 [Note: samples are taken in a child] To read one may open files that workers must not share when they are forked,
 begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It is waited
 for a second for each take of the three; what was not read by then, or cannot be, is not compared. It is not ended
-in the middle of a sample, which it may be writing to a cache: it ends after that one, and nobody waits.
+in the middle of a sample, which it may be writing to a cache: it ends after that one.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ another make calls of equal types and lengths. Each call says for which unit it 
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -46,6 +47,16 @@ class ExchangeRecords:
         }
         here.session.recorder.record(events.Setup(facts))
         self._sees_waits = here.device.type == "cpu"
+        self._digest = 0
+
+    def note(self, purpose: str) -> None:
+        """Note what this rank exchanges for, in order: `take_digest` returns a number of it."""
+        self._digest = zlib.crc32(purpose.encode(), self._digest)
+
+    def take_digest(self) -> int:
+        """Return a number of what was noted since the last call, small enough for exact sums of its square."""
+        digest, self._digest = self._digest & 0xFFFFF, 0
+        return digest
 
     def add(self, launch: float, begin: float, end: float, sent_bytes: int) -> None:
         """Record one exchange. Times are seconds of the monotonic clock."""

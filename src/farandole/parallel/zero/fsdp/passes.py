@@ -24,7 +24,6 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -76,11 +75,6 @@ class ShardedModel:
         self._state._lazy_init()  # before any part of the model runs by itself
         self.units = units_of(self._state)
         self._records = ExchangeRecords(here, plan)
-        group: Any = self.units[0].shards if self.units else here.group
-        self._group: Any = group if group.size() == here.size else here.group
-        """The shards' own where it has all ranks: then a rank that has one unit less meets the others there."""
-        self._purposes = 0
-        """A digest of what this rank has exchanged since the last exchange, and what for, in order."""
         for unit in self.units:
             self._records.watch(unit.group, partial(self._purpose, unit))
             unit.group.post_backward = partial(self._unit_ends, unit)
@@ -209,7 +203,7 @@ class ShardedModel:
     def _purpose(self, unit: Unit) -> str:
         """Return what `unit` is about to exchange for. See [Note: blocks alike] in `exchange_records`."""
         text = f"for {unit.place} of step {self.exchanges_done + 1}"
-        self._purposes = zlib.crc32(text.encode(), self._purposes)
+        self._records.note(text)
         return text
 
     def _pass_ends(self) -> None:
@@ -228,7 +222,7 @@ class ShardedModel:
         if self._buffers is not None and not self.exchanges_done and not self._buffers.prepare():
             self._buffers = None
         bad = any(each.had_nonfinite for each in self._codes)
-        digest = self._purposes & 0xFFFFF  # its square and the sum of those are exact
+        digest = self._records.take_digest()
         facts = torch.tensor([passes, passes**2, bad, digest, digest**2], dtype=torch.float64)
         used = torch.tensor([flag for unit in self.units for flag in unit.used], dtype=torch.float64)
         pieces = [facts, used]
@@ -238,8 +232,11 @@ class ShardedModel:
         message = torch.cat(pieces).to(self.world.device)
         begin = time.monotonic()
         what = f"for the end of step {self.exchanges_done + 1}"
-        with translated(self.world, _OPERATION), unit_calls(self._group, what):
-            dist.all_reduce(message, group=self._group)
+        # In the shards' own group, where it has all ranks, those who have run one unit less meet the others.
+        group: Any = self.units[0].shards if self.units else self.world.group
+        group = group if group.size() == self.world.size else self.world.group
+        with translated(self.world, _OPERATION), unit_calls(group, what):
+            dist.all_reduce(message, group=group)
         message = message.cpu()
         sent = ring_sent_bytes(message.nbytes, self.world.size)
         self._records.add(begin, begin, time.monotonic(), sent)
@@ -251,7 +248,6 @@ class ShardedModel:
                 operation=_OPERATION,
                 remedy="hold the same passes on all ranks",
             )
-        self._purposes = 0
         if not self._are_equal(message[3], message[4]):
             raise Mismatch(
                 f"in step {self.exchanges_done + 1} ranks have run other blocks than each other, of equal shapes: "
