@@ -124,3 +124,17 @@ def test_models_that_were_distributed_in_another_order_are_named() -> None:
     fd.distribute(models[0], torch.optim.SGD(models[0].parameters(), 0.1))
     with pytest.raises(fd.Mismatch, match="another order"):
         fd.distribute(models[1], torch.optim.SGD(models[1].parameters(), 0.1))
+
+
+@ranks(2)
+def test_a_tensor_of_inference_mode_is_refused_on_all_ranks() -> None:
+    rank = fd.init().rank
+    for on_all in (True, False):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        if on_all or rank == 1:
+            with torch.inference_mode():
+                model[0].weight = nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        model[0].weight.requires_grad_(False)
+        kind = fd.ConfigError if on_all else fd.Mismatch
+        with pytest.raises(kind, match=r"inference_mode\(\)"):
+            fd.distribute(model, torch.optim.SGD(model[1].parameters(), 0.1))

@@ -14,7 +14,7 @@ from torch import nn
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World
-from ...core.vocabulary.errors import Mismatch
+from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
 
@@ -53,7 +53,10 @@ def _digest(model: nn.Module) -> str:
 
 
 def compare_models(here: World, model: nn.Module, plan: Plan) -> None:
-    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ."""
+    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ.
+
+    Raises `ConfigError` for tensors that cannot be written to any more.
+    """
     require_same(
         here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
     )
@@ -61,6 +64,15 @@ def compare_models(here: World, model: nn.Module, plan: Plan) -> None:
               for name, parameter in model.named_parameters()]  # fmt: skip
     one = ("parameters that are one under several names", _tied(model))
     require_same(here, "comparing models", [("class of the model", class_of(model)), one, *trains])
+    kept = [*model.named_parameters(), *model.named_buffers()]
+    made = [name for name, each in kept if each.is_inference()]
+    require_same(here, "comparing models", [("tensors that were made in torch.inference_mode()", made)])
+    if made:
+        raise ConfigError(
+            f"distribute: {', '.join(map(repr, made[:3]))} was made in torch.inference_mode(), and cannot take "
+            "the values of rank 0",
+            remedy="make the model outside of it, or replace the tensor by its clone()",
+        )
     refuse_other_order(here, model)
 
 
