@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .calls.untraced import untraced
+from ..device.untraced import untraced
 from .calls.work import GroupWork
 from .process_group import ProcessGroup
 

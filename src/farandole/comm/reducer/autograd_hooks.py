@@ -33,6 +33,7 @@ import torch
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
 from ..autotune.profile import PassTimings
+from ..device.untraced import outside_graphs
 from ..gradients.grad_shards import is_accumulating
 from .count_calls import CountCalls
 from .parts import ReducerParts
@@ -82,10 +83,10 @@ class BackwardPasses:
             return
         vars(parameter)[_KEPT] = _Kept(self._owner())
         parameter.requires_grad_(True)  # torch wants it so for a hook, which stays whatever is set afterwards
-        call = partial(_call, weakref.WeakMethod(self.mark_ready), index)
+        call = outside_graphs(partial(_call, weakref.WeakMethod(self.mark_ready), index))
         handles.append(parameter.register_post_accumulate_grad_hook(call))
         if self._parts.options.mesh is not None:
-            aside = partial(_set_aside, weakref.WeakMethod(self._set_aside_shard), index)
+            aside = outside_graphs(partial(_call, weakref.WeakMethod(self._set_aside_shard), index))
             handles.append(parameter.register_hook(aside))
         parameter.requires_grad_(trains)
 
@@ -97,7 +98,7 @@ class BackwardPasses:
             if handles:
                 vars(parameter).pop(_KEPT, None)
 
-    def _set_aside_shard(self, index: int) -> None:
+    def _set_aside_shard(self, index: int, _: torch.Tensor) -> None:
         buckets = self._parts.buckets
         # Asking autograd takes longer than all else here, and after `zero_grad` there is nothing to set aside.
         if buckets.has_earlier_shard(index) and is_accumulating(buckets.table.parameters[index]):
@@ -153,7 +154,7 @@ class BackwardPasses:
     def _enter(self, task: int) -> None:
         is_outermost = not self._tasks
         self._tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(self._leave, task))
+        torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(partial(self._leave, task)))
         if is_outermost:
             self._open()
 
@@ -202,7 +203,7 @@ class BackwardPasses:
             return
         if task not in _waiting:
             _waiting[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_finish, task))
+            torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(partial(_finish, task)))
         _waiting[task].append(self)
 
     # -- one exchange --------------------------------------------------------------------------
@@ -368,16 +369,10 @@ class _Kept:
         return OrderedDict, ()  # what torch reads with weights_only, too
 
 
-def _call(method: weakref.WeakMethod[Ready], index: int, parameter: torch.Tensor) -> None:
-    mark_ready = method()
-    if mark_ready is not None:
-        mark_ready(index, parameter)
-
-
-def _set_aside(method: weakref.WeakMethod[Callable[[int], None]], index: int, _: torch.Tensor) -> None:
-    set_aside = method()
-    if set_aside is not None:
-        set_aside(index)
+def _call(method: weakref.WeakMethod[Ready], index: int, tensor: torch.Tensor) -> None:
+    hook = method()
+    if hook is not None:
+        hook(index, tensor)
 
 
 def _finish(task: int) -> None:

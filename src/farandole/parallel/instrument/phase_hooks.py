@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.device.untraced import outside_graphs
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
@@ -155,6 +156,8 @@ class ModelWatch:
 
     def forward_begins(self, model: nn.Module, arguments: Any, named: Any) -> None:
         """The root module was called."""
+        if _compiled_autograd_is_on():
+            self._refuse_compiled_autograd()
         self._depth += 1
         if self._depth > 1:
             return  # a module that calls itself
@@ -189,12 +192,22 @@ class ModelWatch:
         self._forward_end_seconds = now
         # A parameter that comes out as it is (a temperature) would keep the hook for all later passes.
         for tensor in islice((each for each in tensors_in(output) if each.grad_fn is not None), _OUTPUTS):
-            tensor.register_hook(partial(self._backward_begins, self._factor))
+            tensor.register_hook(partial(outside_graphs(self._backward_begins), self._factor))
         if not torch.compiler.is_compiling():
             for observer in _observers():
                 observer.forward_ends(model, output)
 
+    def _refuse_compiled_autograd(self) -> None:
+        """No exchange can begin in its graphs, and FSDP2's gradients are wrong (torch 2.13)."""
+        if has_world() and world().size > 1 and not self._exchanges:
+            raise ConfigError(
+                "compiled autograd runs the backward pass, where gradients cannot be exchanged",
+                remedy="leave torch._dynamo.config.compiled_autograd off; a compiled function may call backward()",
+            )
+
     def _backward_begins(self, factor: float | None, _: torch.Tensor) -> None:
+        if _compiled_autograd_is_on():
+            self._refuse_compiled_autograd()
         if factor is not None and has_world():
             world().session.batch_weight.backward_begins(torch._C._current_graph_task_id(), factor)
         if self._forward_end_seconds:  # once a forward pass
@@ -207,7 +220,7 @@ class ModelWatch:
                 return
             self._backward_seconds = now
             mark_begin(BACKWARD)
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(self._backward_ends))
 
     def _backward_ends(self) -> None:
         """Autograd has run everything. Callbacks queued later, of those who wait for others, are still to come."""
@@ -216,7 +229,7 @@ class ModelWatch:
         _record(Phase(BACKWARD, self._backward_seconds, now))
         if self._exchanges:
             self._backward_seconds = now
-            torch.autograd.Variable._execution_engine.queue_callback(self._exchange_ends)
+            torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(self._exchange_ends))
 
     def _exchange_ends(self) -> None:
         """The callbacks that wait for other ranks were queued before this one."""
@@ -237,7 +250,7 @@ class _Hook:
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         """Without `call`: in models that were saved by version 0.2."""
-        self.call = None if call is None else _outside_graphs(call)
+        self.call = None if call is None else outside_graphs(call)
 
     def __reduce__(self) -> Any:
         return reduce_to_nothing()
@@ -270,15 +283,11 @@ class _After(_Hook):
             self.call(module, output)
 
 
-def _outside_graphs(call: Callable[..., None]) -> Callable[..., None]:
-    """Return `call` as what ``torch.compile`` runs between two graphs: it reads clocks, which no graph can.
-
-    Dynamo is there wherever an optimizer is; where it is not, importing it here would cost a second.
-    """
-    if "torch._dynamo" not in sys.modules:
-        return call
-    outside: Callable[..., None] = torch.compiler.disable(call)
-    return outside
+def _compiled_autograd_is_on() -> bool:
+    """Return whether it would run a backward pass that began now, or runs one."""
+    found = sys.modules.get("torch._dynamo.compiled_autograd")
+    states = ("compiled_autograd_enabled", "in_compiled_autograd_region")
+    return any(getattr(found, state, False) for state in states)
 
 
 def _factor_of(inputs: Any) -> float | None:

@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ...comm.device.untraced import outside_graphs
+
 _AROUND = getattr(Optimizer.profile_hook_step(lambda: None), "__code__", None)
 """The code that torch runs around every `step`."""
 
@@ -36,7 +38,7 @@ def _around(frame: FrameType | None, optimizer: Optimizer) -> FrameType | None:
 
 def undo_after_errors(optimizer: Optimizer, undo: Callable[[Optimizer], None]) -> None:
     """Call `undo` when `optimizer.step` raises: no hook runs after it then."""
-    inner = optimizer.step
+    inner = outside_graphs(optimizer.step)  # what undoes errors changes the groups during a step
 
     @functools.wraps(inner)
     def undoing(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 
+from ...comm.device.untraced import untraced
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...core.vocabulary.errors import PlanError
@@ -64,6 +65,7 @@ class Proofs:
         hook.handle = unit.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
         entrance.install(unit)
 
+    @untraced
     def prove(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Entrants:
         """Prove `unit` on an input; raise `PlanError` on all ranks of the group if it fails on one."""
         self.waiting.discard(name)

@@ -35,7 +35,9 @@ class _Watch(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not inside.depth and function not in _FACTS and getattr(function, "__name__", "") != "__get__":
+        is_compiled = isinstance(function, torch._ops.OpOverload)  # of a graph, in which layers are not seen
+        is_fact = function in _FACTS or getattr(function, "__name__", "") == "__get__"
+        if not (inside.depth or is_compiled or is_fact):
             for each in (*args, *kwargs.values()):
                 if isinstance(each, nn.Parameter) and each in self.names:
                     raise _used_outside(self.names[each], function)

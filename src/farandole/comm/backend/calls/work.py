@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ....core.vocabulary.errors import Stalled
-from .untraced import untraced
+from ...device.untraced import untraced
 
 
 class WorkEnd:

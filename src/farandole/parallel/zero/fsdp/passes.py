@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ....comm.device.untraced import outside_graphs
 from ....comm.gradients.grad_ownership import drop_grads
 from ....comm.reducer.count_calls import CountCalls
 from ....comm.rows.row_state import require_shapes
@@ -191,7 +192,7 @@ class ShardedModel:
         current = self._open()
         if not current.is_queued:
             current.is_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._pass_ends)
+            torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(self._pass_ends))
         unit.weigh(current.factor)
         unit.group.reduce_grads = current.reduces
         unit.reduce()
