@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -246,3 +247,47 @@ def test_a_million_indices_are_quick() -> None:
     begin = time.monotonic()
     data_of(Subset(ROWS, indices))
     assert time.monotonic() - begin < 2
+
+
+class Records(Dataset[Any]):
+    """Samples in a file that is open, whose bytes are read ahead, and a connection to a server beside it."""
+
+    def __init__(self, path: Path, peer: socket.socket | None = None) -> None:
+        self.file, self.peer = path.open("rb"), peer
+        self.file.read(16)
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.peer is not None:
+            self.peer.sendall(b"?")
+            self.peer.recv(1)
+        self.file.seek(16 + index * 100)
+        read = self.file.read(100)
+        assert read == bytes([index % 251]) * 100, f"sample {index} is {read!r}"
+        return torch.full((2,), float(index))
+
+
+@ranks(2)
+def test_what_a_dataset_has_open_is_not_moved_by_the_comparison(tmp_path: Path) -> None:
+    world = fd.init()
+    path = Path(tmp_path) / f"records of {world.rank}"
+    path.write_bytes(b"h" * 16 + b"".join(bytes([i % 251]) * 100 for i in range(400)))
+    mine, theirs = socket.socketpair()
+    asked = 0
+    for dataset in (Records(path), Records(path, mine)):
+        for place in (0, 81, 82, 200):
+            if dataset.peer is not None:
+                theirs.sendall(b"!")
+            dataset[place]
+        asked = 4 * (dataset.peer is not None)
+        loader = fd.shard(DataLoader(dataset, batch_size=4))
+        for place in (83, 163, 399):
+            if dataset.peer is not None:
+                theirs.sendall(b"!")
+            dataset[place]
+            asked += dataset.peer is not None
+        assert len(loader) == 50
+    theirs.setblocking(False)
+    assert theirs.recv(100) == b"?" * asked, "nothing but the loop has asked the server"

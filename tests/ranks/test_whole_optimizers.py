@@ -74,6 +74,47 @@ def test_reasons_are_those_of_the_optimizer(bound: float) -> None:
         assert not why_not_by_parameters(kind(parameters())), kind
 
 
+def test_a_schedule_that_begins_at_zero_and_many_groups_hide_nothing() -> None:
+    matrix = [nn.Parameter(torch.ones(6, 4))]
+    for rate in (0.0, 1e-6, torch.tensor(0.0)):
+        assert why_not_elementwise(torch.optim.Muon(matrix, lr=rate)), rate  # type: ignore[arg-type]
+        assert not why_not_elementwise(torch.optim.AdamW(matrix, lr=rate)), rate
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": 1.0 / (i + 1)} for i in range(40)]
+    optimizer = torch.optim.SGD([*groups, {"params": matrix, "momentum": 0.5}])
+    steps = 0
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            nonlocal steps
+            steps += 1
+            return super().step(closure)
+
+    optimizer.__class__ = Counted
+    assert not why_not_elementwise(optimizer)
+    assert steps == 2 * 2 * 4 * 24, "two kinds of groups and of gradients; whole, in parts, and each alone"
+
+
+class Ahead(torch.optim.Optimizer):
+    """Steps another optimizer, as Lookahead does."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+
+def test_a_trial_steps_nothing_of_the_users_and_proves_nothing_by_no_change() -> None:
+    whole = [nn.Parameter(torch.ones(6, 4))]
+    whole[0].grad = torch.ones(6, 4)
+    assert "it steps another optimizer" in why_not_elementwise(Ahead(torch.optim.SGD(whole, 0.1)))
+    assert torch.equal(whole[0], torch.ones(6, 4))
+    idle = torch.optim.SGD(whole, 0.1)
+    idle.__class__ = type("Idle", (torch.optim.SGD,), {"step": lambda self, closure=None: None})
+    assert "it changes nothing" in why_not_elementwise(idle)
+
+
 @ranks(2)
 def test_every_plan_that_divides_refuses_them() -> None:
     fd.init()

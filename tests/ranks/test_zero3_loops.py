@@ -442,3 +442,14 @@ def test_a_penalty_that_is_taken_before_the_forward_pass() -> None:
             (loss + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)).backward()
             each.step()
     require_close(mine, alone, "with a penalty", 1e-6)
+
+
+@ranks(2)
+def test_an_evaluation_in_inference_mode_before_any_training() -> None:
+    fd.init()
+    reference, model = pair()
+    fd.distribute(model, sgd(model), Plan(zero=3))
+    ((x, _),) = batches(1)
+    with torch.inference_mode():
+        for _ in range(2):
+            torch.testing.assert_close(model(x), reference(x))

@@ -34,8 +34,8 @@ def guard_state_dicts(model: nn.Module, plan: Plan, elsewhere: Elsewhere) -> Non
     model.register_load_state_dict_pre_hook(WholeStateGuard(asked, elsewhere))
     for module in model.modules():
         module.register_state_dict_post_hook(partial(_mark_parts, _Part(asked)))
-    if callable(getattr(model, "save_pretrained", None)):
-        vars(model)["save_pretrained"] = MethodType(_save_pretrained, model)
+        if callable(getattr(module, "save_pretrained", None)):
+            vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
 
 
 class _Part:
@@ -77,12 +77,13 @@ def _is_part(parameter: torch.Tensor) -> bool:
     return _whole_shape(parameter, None)[0] is not None or not parameter.numel()
 
 
-def _save_pretrained(self: Any, *arguments: Any, state_dict: Any = None, **named: Any) -> Any:
+def _save_pretrained(self: Any, *arguments: Any, **named: Any) -> Any:
     """Refuse to write one rank's part; a whole state that is given goes to the method of the model's class."""
-    part = getattr(self.state_dict() if state_dict is None else state_dict, "_farandole_part", None)
+    given = [each for each in (*arguments, named.get("state_dict")) if isinstance(each, Mapping)]
+    part = getattr(given[0] if given else self.state_dict(), "_farandole_part", None)
     if part is not None:
         part.refuse()
-    return type(self).save_pretrained(self, *arguments, state_dict=state_dict, **named)
+    return type(self).save_pretrained(self, *arguments, **named)
 
 
 class WholeStateGuard:

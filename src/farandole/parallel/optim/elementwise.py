@@ -10,7 +10,7 @@ differ. Gradients are also large ones, so that bounds bite, and steady ones, so 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,9 @@ from ...comm.gradients.grad_ownership import replace_grad
 _STEPS = 24
 """D-Adaptation begins with a step of 1e-6, and looks like SGD until it has grown."""
 _ROWS, _COLUMNS, _CUT = 6, 4, 2
+_LEAST_RATE = 0.01
+_OF_PARAMETERS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
+"""Keys of a group in which it may differ from another one, and be tried with it."""
 _GRADIENTS = ((100.0, 0.0), (1.0, 4.0))
 """Size of the random part, and of one that is the same in each step, by which learned step sizes grow."""
 
@@ -78,7 +81,7 @@ _ALL = "its update of a parameter depends on other parameters"
 def _first_reason(optimizer: Optimizer, try_group: Callable[[dict[str, Any], torch.Tensor], str]) -> str:
     """Return the first reason that `try_group` gives: for each group, and for several kinds of gradients."""
     try:
-        for group in optimizer.param_groups:
+        for group in _kinds_of_groups(optimizer):
             for size, steady in _GRADIENTS:
                 generator = torch.Generator().manual_seed(1)
                 numbers = torch.randn(_STEPS + 1, _ROWS, _COLUMNS, dtype=torch.float32, generator=generator)
@@ -90,6 +93,20 @@ def _first_reason(optimizer: Optimizer, try_group: Callable[[dict[str, Any], tor
         first = (str(problem).splitlines() or [""])[0]
         return f"its step cannot be tried on a small tensor ({type(problem).__name__}: {first})"
     return ""
+
+
+def _kinds_of_groups(optimizer: Optimizer) -> Iterable[dict[str, Any]]:
+    """Return a group for each set of options, with a learning rate that shows: a schedule may begin at 0."""
+    if any(isinstance(each, Optimizer) for each in vars(optimizer).values()):
+        raise TypeError("it steps another optimizer")
+    kinds: dict[str, dict[str, Any]] = {}
+    for group in optimizer.param_groups:
+        options = {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
+        kind = kinds.setdefault(repr(options), dict(group))
+        rate = kind.get("lr")
+        if isinstance(rate, (int, float, torch.Tensor)) and float(rate) < _LEAST_RATE:
+            kind["lr"] = torch.full_like(rate, _LEAST_RATE) if isinstance(rate, torch.Tensor) else _LEAST_RATE
+    return kinds.values()
 
 
 def _halves(numbers: torch.Tensor) -> list[torch.Tensor]:
@@ -114,7 +131,7 @@ def _updated(
 ) -> torch.Tensor:
     """Return what becomes of ``numbers[i][0]`` with the gradients that follow it, joined over i."""
     parameters = [torch.nn.Parameter(place(each[0])) for each in numbers]
-    twin = object.__new__(type(optimizer))
+    twin: Any = object.__new__(type(optimizer))
     own = {key: value for key, value in vars(optimizer).items() if key != "step"}
     hooks = {
         key: OrderedDict[int, Any]() for key in own if key.startswith("_optimizer_") and key.endswith("_hooks")
@@ -125,9 +142,14 @@ def _updated(
     update: Any = type(optimizer).step
     if getattr(update, "hooked", False):  # torch's: its hooks are for steps of trainings
         update = getattr(update, "__wrapped__", update)
+    if callable(getattr(twin, "train", None)):
+        twin.train()  # optimizers that average the parameters they evaluate with
     for step in range(1, _STEPS + 1):
         for parameter, each in zip(parameters, numbers, strict=True):
             replace_grad(parameter, place(each[step]))
         update(twin)
     found: list[Any] = [parameter.detach() for parameter in parameters]
-    return torch.cat([each.full_tensor() if isinstance(each, DTensor) else each for each in found])
+    after = torch.cat([each.full_tensor() if isinstance(each, DTensor) else each for each in found])
+    if torch.equal(after.cpu(), torch.cat([each[0] for each in numbers])):
+        raise ValueError("it changes nothing")
+    return after

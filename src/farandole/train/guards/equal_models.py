@@ -131,7 +131,7 @@ class EqualModels:
             self._look_no_more()
             self._look_no_more = None
             if self._changed:
-                self._digests.forward_changes(self._changed)
+                self._digests.forward_changes(tuple(self._changed))
         self._digests.after_step(step, self._find)
 
     def _find(self) -> tuple[str, list[float]] | None:
@@ -141,7 +141,8 @@ class EqualModels:
         # Ranks with other parts of a model have other parameters: their learning rates are compared, no more.
         reducers = [(model, reducer_of(model)) for model in models]
         alike = [model for model, reducer in reducers if reducer is not None and reducer.world is self._here]
-        return _hash_of(alike, self._changed.values()), self._rates()
+        changed, self._changed = self._changed, {}  # another rank may have changed none, and is compared later
+        return _hash_of(alike, changed.values()), self._rates()
 
     def _rates(self) -> list[float]:
         found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]

@@ -9,11 +9,14 @@ often: a coin of another generator may fall alike twice.
 [Note: samples are taken in a child] To read one may open files that workers must not share when they are forked,
 begin threads, draw random numbers or count calls. So a forked child reads, and all that ends with it. It is waited
 for a second for each take of the three; what was not read by then, or cannot be, is not compared. It is not ended
-in the middle of a sample, which it may be writing to a cache: it ends after that one.
+in the middle of a sample, which it may be writing to a cache: it ends after that one. Files that are open share
+their position with the parent, and connections their bytes: before it reads, the child opens the files anew and
+closes all else. A dataset with a connection is not compared then.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import hashlib
 import json
@@ -22,6 +25,8 @@ import multiprocessing
 import os
 import random
 import signal
+import stat
+import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +48,8 @@ _TAKES, _TAKES_BEFORE_AN_ERROR = 2, 10
 _MOST_SECONDS = 60
 _MOST_NUMBERS = 2**18
 """An array with more is compared by each n-th."""
-_DEPTH = 8
-"""Datasets within datasets."""
+_MOST_DATASETS = 1000
+"""Within each other, that are looked through."""
 _REMEDY = (
     "give the same data on all ranks: draw the split with a generator of its own "
     "(generator=torch.Generator().manual_seed(0)), before fd.seed(per_rank=True)"
@@ -100,23 +105,26 @@ def _places(dataset: Any) -> list[int]:
 def _indices_of(dataset: Any) -> str | None:
     digest = hashlib.blake2b(digest_size=8)
     try:
-        for indices in _splits(dataset, _DEPTH):
+        for indices in _splits(dataset, set()):
             array = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
             digest.update(f"{array.shape}".encode() + array.astype(np.int64).tobytes())
-    except (TypeError, ValueError, RuntimeError):  # keys that are no numbers
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # keys that are no numbers
         return None
     return digest.hexdigest()
 
 
-def _splits(dataset: Any, depth: int) -> Iterator[Any]:
+def _splits(dataset: Any, seen: set[int]) -> Iterator[Any]:
     """Yield the indices of all subsets, in a wrapper of the user's too."""
+    if id(dataset) in seen or len(seen) >= _MOST_DATASETS:
+        return
+    seen.add(id(dataset))
     if isinstance(dataset, Subset):
         yield dataset.indices
-    for value in getattr(dataset, "__dict__", {}).values() if depth else ():
+    for value in getattr(dataset, "__dict__", {}).values():
         has_members = isinstance(value, (list, tuple)) and value and isinstance(value[0], Dataset)
         for each in value if has_members else [value]:
             if isinstance(each, Dataset):
-                yield from _splits(each, depth - 1)
+                yield from _splits(each, seen)
 
 
 def _told_by_child(dataset: Any, places: list[int], takes: int) -> list[Any]:
@@ -130,25 +138,39 @@ def _told_by_child(dataset: Any, places: list[int], takes: int) -> list[Any]:
             child = os.fork()
         if child == 0:
             _read(dataset, places, takes, writing, deadline)
+        threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
         writing.close()
-        os.waitpid(child, 0)  # its own child reads
         while len(told) < len(places) and answers.poll(max(0.0, deadline - time.monotonic())):
             told.append(json.loads(answers.recv_bytes()))
     return told
 
 
+def _leave_parents_files(answers: Connection) -> None:
+    """Share no position of a file and no connection with the parent. See [Note: samples are taken in a child]."""
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
+        if number in (nothing, answers.fileno()):
+            continue
+        with suppress(OSError):  # the listing itself
+            kind = os.fstat(number).st_mode
+            if stat.S_ISREG(kind):
+                own = os.open(f"/proc/self/fd/{number}", fcntl.fcntl(number, fcntl.F_GETFL))
+                os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
+                os.dup2(own, number)
+                os.close(own)
+            elif not stat.S_ISDIR(kind):
+                os.dup2(nothing, number)
+
+
 def _read(dataset: Any, places: list[int], takes: int, answers: Connection, deadline: float) -> NoReturn:
     """In a child: tell what is compared of each sample, and end."""
     try:
-        if os.fork():
-            os._exit(0)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_MOST_SECONDS)  # a lock may be held for ever here
         gc.disable()  # what the parent has left is not to be closed here
         torch.set_num_threads(1)
+        _leave_parents_files(answers)
         with Path(os.devnull).open("w") as silence, redirect_stdout(silence), redirect_stderr(silence):
-            for stream in (1, 2):
-                os.dup2(silence.fileno(), stream)
             for place in places:
                 told = None
                 with suppress(Exception):  # the user meets it where the sample is really read

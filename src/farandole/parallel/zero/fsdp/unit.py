@@ -184,7 +184,8 @@ class Unit:
         def init() -> None:
             plain()
             carry_marks(member.sharded_param, member._unsharded_param)
-            self._versions.setdefault(index, member._unsharded_param._version)
+            if index not in self._versions and not member._unsharded_param.is_inference():
+                self._versions[index] = member._unsharded_param._version
 
         member.init_unsharded_param = init
 
