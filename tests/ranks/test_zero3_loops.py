@@ -453,3 +453,27 @@ def test_an_evaluation_in_inference_mode_before_any_training() -> None:
     with torch.inference_mode():
         for _ in range(2):
             torch.testing.assert_close(model(x), reference(x))
+
+
+@ranks(2)
+def test_gradients_of_gradients_and_other_tensors_as_parameters_are_refused() -> None:
+    fd.init()
+    mine = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    optimizer = sgd(mine)
+    fd.distribute(mine, optimizer, Plan(zero=3))
+    x = torch.ones(3, 4, requires_grad=True)
+    refused = "zero = 3: a backward pass with create_graph=True"
+    with pytest.raises(ConfigError, match=refused):
+        mine(x).sum().backward(create_graph=True)
+    with pytest.raises(ConfigError, match=refused):
+        torch.autograd.grad(mine(x).sum(), x, create_graph=True)
+    loss = mine(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ConfigError, match=refused):
+        loss.backward(create_graph=True)
+    others = {name: each * 1.1 for name, each in mine.named_parameters()}
+    with pytest.raises(ConfigError, match=r"another tensor stands for parameter .*torch\.func\.functional_call"):
+        torch.func.functional_call(mine, others, (x,))
+    optimizer.zero_grad()
+    mine(x).sum().backward()
+    optimizer.step()

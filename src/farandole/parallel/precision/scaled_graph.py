@@ -24,6 +24,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ...comm.gradients.second_order import refuse_second_order
 from ...core.vocabulary.errors import ConfigError
 from .loss_scale import DynamicLossScale
 
@@ -66,11 +67,9 @@ class Leaving(torch.autograd.Function):
 
 
 def _refuse_second_order() -> None:
-    if torch.is_grad_enabled():
-        raise ConfigError(
-            f"{_KEY}a backward pass with create_graph=True: gradients of gradients cannot be scaled",
-            remedy='use precision = "bf16", which needs no scale',
-        )
+    refuse_second_order(
+        'plan: precision = "fp16"', "cannot be scaled", remedy='use precision = "bf16", which needs no scale'
+    )
 
 
 def sequence_number() -> int:

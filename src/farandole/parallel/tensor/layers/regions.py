@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ....comm.gradients.second_order import refuse_second_order
 from ....core.vocabulary.errors import ConfigError
 from .ranks import TensorRanks
 
@@ -30,12 +31,10 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def run(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
-            raise ConfigError(
-                "tensor: a backward pass with create_graph=True: gradients of gradients would miss what the other "
-                "tensor ranks have",
-                remedy="leave the terms of the loss out that need them, or train without tensor in the plan",
-            )
+        refuse_second_order(
+            "tensor", "would miss what the other tensor ranks have",
+            remedy="leave the terms of the loss out that need them, or train without tensor in the plan",
+        )  # fmt: skip
         return backward(ctx, *grads)
 
     return run

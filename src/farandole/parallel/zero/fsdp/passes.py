@@ -34,6 +34,7 @@ from torch import nn
 
 from ....comm.device.untraced import outside_graphs
 from ....comm.gradients.grad_ownership import drop_grads
+from ....comm.gradients.second_order import refuse_second_order
 from ....comm.reducer.count_calls import CountCalls
 from ....comm.rows.row_state import require_shapes
 from ....comm.sessions.saved_state import Entry
@@ -153,6 +154,8 @@ class ShardedModel:
             self._pass = None  # an exception ended it
             model.reset_iter_state()
             self._drop_held()
+        for unit in self.units:
+            unit.refuse_replaced()
         if not torch.is_grad_enabled():
             return
         if self.before_forward is not None:
@@ -167,6 +170,10 @@ class ShardedModel:
         self._open()
 
     def _open(self) -> _Pass:
+        refuse_second_order(
+            "zero = 3", "would read parameters that are gathered no more",
+            remedy="leave the terms of the loss out that need them, or use zero = 2",
+        )  # fmt: skip
         if self._pass is not None:
             return self._pass
         share = self.world.session.batch_weight

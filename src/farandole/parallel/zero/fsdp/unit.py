@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
 from ....comm.gradients.grad_ownership import drop_grads, replace_grad
 from ....core.vocabulary.errors import ConfigError
@@ -83,6 +84,19 @@ class Unit:
             if result.all_gather_work is not None:
                 result.all_gather_work.wait()
             self.group._all_gather_result = None
+
+    def refuse_replaced(self) -> None:
+        """Raise `ConfigError` where a module has another tensor instead of a parameter of this unit."""
+        for each in self.members:
+            place = each._module_info
+            found = place.module._parameters.get(place.param_name)
+            is_gathered = each.sharded_state == ShardedState.UNSHARDED
+            if found is not (each._unsharded_param if is_gathered else each.sharded_param):
+                raise ConfigError(
+                    f"zero = 3: another tensor stands for parameter {each._param_fqn!r}, as with "
+                    "torch.func.functional_call",
+                    remedy="call the model with its own parameters, or use zero = 2",
+                )
 
     def follow_requires_grad(self) -> None:
         """Let gathered parameters train or not as their shards do, which the loop may have changed."""
