@@ -38,17 +38,19 @@ COMMANDS = {
     "diagnose": "show where a run's time goes, what each fault costs, and the fix",
     "compare": "say what changed between two runs, and whether it is more than noise",
     "export": "write a run in the formats of other tools: Perfetto, TensorBoard, Prometheus, ...",
-    "import": "make a run of the traces of PyTorch's profiler",
     "checkpoint": "list, verify, export, convert or prune checkpoints",
     "timeline": "make one timeline of those of all ranks",
 }
 
 _MODULES = {
-    "bench": "bench.command", "test": "cluster_test", "export": "formats.export", "import": "formats.import_run",
+    "bench": "bench.command", "test": "cluster_test", "export": "formats.export",
     "timeline": "formats.timeline", "measure": "planner.measure", "explain": "planner.explain",
     "simulate": "planner.simulate", "tune": "planner.tune",
 }  # fmt: skip
 """Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""
+
+_GONE = {"import": "record the training itself: farandole run, or farandole.record(model, optimizer)"}
+"""What this version has no more, and what does its work."""
 
 WITH_A_PLAN = ("run", "verify", "tune", "emulate", "bench step", "bench scaling")
 """Commands with ``--set`` and ``--plan``."""
@@ -152,6 +154,8 @@ def _run(arguments: list[str]) -> int:
     if command in ("--version", "-V", "version"):
         sys.stdout.write(f"farandole {VERSION}\n")
         return 0
+    if command in _GONE:
+        raise ConfigError(f"farandole {command} is gone", remedy=_GONE[command])
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise ConfigError(f"unknown {kind} {command!r}", remedy=did_you_mean(command, COMMANDS))

@@ -57,6 +57,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("words", "text"),
     [
         (["rum"], "unknown command 'rum'; did you mean 'run'?"),
+        (["import", "trace.json"], "farandole import is gone; record the training itself: farandole run, or "),
         (["--verbos"], "unknown option '--verbos'"),
         (
             ["run", "--as-horovod", "--backend", "farandole", "--", "python", "train.py"],
@@ -91,7 +92,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["run", "--run-dir", "train.py", "train.py"], "--run-dir train.py is not a directory"),
         (["verify", "--steps", "0", "train.py"], "--steps 0: expected at least 1"),
         (["report"], "no RUN was given, and runs/ holds none; name a run directory"),
-        (["report", "--from", "kineto"], "report: --from kineto was given without traces"),
         (["diagnose"], "no RUN was given, and runs/ holds none; name a run directory"),
         (["report", "nowhere"], "nowhere is not a run directory"),
         (["report", "folder"], "folder holds nothing of a run"),

@@ -7,10 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ..main import parser
-from ..options.import_traces import KINDS, import_into_new_run
 from ..options.run_argument import NEWEST, run_or_newest
 
 _EXAMPLES = """\
@@ -18,20 +16,13 @@ _EXAMPLES = """\
   farandole report runs/20260101-120000-train
   farandole report runs/20260101-120000-train --watch
   farandole report runs/first -o first.html
-  farandole report --from kineto trace-rank*.json
 """
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser("report", "Write the HTML report of a run: one file that opens anywhere.", _EXAMPLES)
-    made.add_argument(
-        "run", metavar="RUN", nargs="*", help=f"run directory {NEWEST}; with --from, the traces of its ranks"
-    )
-    made.add_argument(
-        "--from", dest="kind", choices=KINDS,
-        help="RUN are traces of PyTorch's profiler (kineto), imported into a new run directory first",
-    )  # fmt: skip
+    made.add_argument("run", metavar="RUN", nargs="?", help=f"run directory {NEWEST}")
     made.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
     made.add_argument("--baseline", metavar="RUN", help="run of one process to compare with")
     made.add_argument("--watch", action="store_true", help="write it every few seconds until the run ends")
@@ -47,27 +38,10 @@ def main(arguments: Sequence[str]) -> int:
 
     output = None if options.output is None else Path(options.output)
     baseline = None if options.baseline is None else Path(options.baseline)
-    if options.watch and options.kind is not None:
-        raise ConfigError("report: --watch and --from were given", remedy="traces do not grow: leave --watch out")
-    run = _run_of(options.run, options.kind)
+    run = run_or_newest(options.run)
     if options.watch:
         path = watch_report(run, output, baseline=baseline, every_seconds=options.every, say=write_notice)
     else:
         path = write_report(run, output, baseline=baseline)
     print(json.dumps({"report": str(path)}) if options.json else path)
     return 0
-
-
-def _run_of(names: Sequence[str], kind: str | None) -> Path:
-    """Return the run directory to report on, made of traces where `kind` says that they are."""
-    if kind is not None:
-        if not names:
-            raise ConfigError(
-                f"report: --from {kind} was given without traces", remedy="name the files of the ranks"
-            )
-        return import_into_new_run([Path(name) for name in names])
-    if len(names) > 1:
-        raise ConfigError(
-            f"report: {len(names)} runs were given, expected one", remedy="for traces of other tools give --from"
-        )
-    return run_or_newest(names[0] if names else None)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.commands.report import main as report_command
 from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.core.vocabulary.events import Started, StepDone
 from farandole.observe.read.run_end import SILENT_SECONDS, why_ended
@@ -113,8 +112,3 @@ def test_ctrl_c_leaves_a_page_that_stands_still_and_no_traceback(tmp_path: Path)
     assert process.returncode == 130
     assert "Traceback" not in rest
     assert REFRESH not in (run / "report.html").read_text()
-
-
-def test_traces_are_not_watched(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--watch and --from"):
-        report_command(["--watch", "--from", "kineto", str(tmp_path / "trace.json")])
