@@ -82,7 +82,7 @@ class ShardedModel:
             unit.group.post_backward = partial(self._unit_ends, unit)
             if unit.code is not None:
                 unit.code.members = partial(getattr, unit, "trained")
-        model.register_forward_hook(self._forward_ends)
+        model.register_forward_hook(outside_graphs(self._forward_ends))
 
     # -- queries, as those of a reducer ------------------------------------------------------------
 
