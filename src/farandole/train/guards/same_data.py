@@ -151,15 +151,16 @@ def _leave_parents_files(answers: Connection) -> None:
     for number in [int(each.name) for each in Path("/proc/self/fd").iterdir()]:
         if number in (nothing, answers.fileno()):
             continue
-        with suppress(OSError):  # the listing itself
-            kind = os.fstat(number).st_mode
-            if stat.S_ISREG(kind):
+        try:
+            is_file = stat.S_ISREG(os.fstat(number).st_mode)
+        except OSError:  # that of the listing
+            continue
+        own = nothing
+        with suppress(OSError):  # a file that may not be opened any more
+            if is_file:
                 own = os.open(f"/proc/self/fd/{number}", fcntl.fcntl(number, fcntl.F_GETFL))
                 os.lseek(own, os.lseek(number, 0, os.SEEK_CUR), os.SEEK_SET)
-                os.dup2(own, number)
-                os.close(own)
-            elif not stat.S_ISDIR(kind):
-                os.dup2(nothing, number)
+        os.dup2(own, number)
 
 
 def _read(dataset: Any, places: list[int], takes: int, answers: Connection, deadline: float) -> NoReturn:
