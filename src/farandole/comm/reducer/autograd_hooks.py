@@ -154,7 +154,7 @@ class BackwardPasses:
     def _enter(self, task: int) -> None:
         is_outermost = not self._tasks
         self._tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(partial(self._leave, task)))
+        _queue(partial(self._leave, task))
         if is_outermost:
             self._open()
 
@@ -203,7 +203,7 @@ class BackwardPasses:
             return
         if task not in _waiting:
             _waiting[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(outside_graphs(partial(_finish, task)))
+            _queue(partial(_finish, task))
         _waiting[task].append(self)
 
     # -- one exchange --------------------------------------------------------------------------
@@ -370,9 +370,14 @@ class _Kept:
 
 
 def _call(method: weakref.WeakMethod[Ready], index: int, tensor: torch.Tensor) -> None:
-    hook = method()
-    if hook is not None:
+    if (hook := method()) is not None:
         hook(index, tensor)
+
+
+def _queue(call: Callable[[], None]) -> None:
+    """Call at the end of this backward pass, outside of graphs."""
+    call = torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def _finish(task: int) -> None:

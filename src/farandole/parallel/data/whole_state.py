@@ -53,7 +53,7 @@ class _Part:
     def refuse(self, *_: object) -> NoReturn:
         """Raise `ConfigError`."""
         raise ConfigError(
-            f"this state_dict is one rank's part of a model that is divided over ranks (plan: {self._asked}), and "
+            f"this is one rank's part of a model that is divided over ranks (plan: {self._asked}), and "
             "a file of it would look like the whole",
             remedy="call farandole.save(DIRECTORY, model) on all ranks; farandole checkpoint export or convert "
             "make one file of it",
