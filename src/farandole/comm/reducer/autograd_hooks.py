@@ -25,7 +25,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import count
 
 import torch
@@ -154,7 +154,7 @@ class BackwardPasses:
     def _enter(self, task: int) -> None:
         is_outermost = not self._tasks
         self._tasks.add(task)
-        _queue(partial(self._leave, task))
+        torch.autograd.Variable._execution_engine.queue_callback(partial(_outside(), self._leave, task))
         if is_outermost:
             self._open()
 
@@ -203,7 +203,7 @@ class BackwardPasses:
             return
         if task not in _waiting:
             _waiting[task] = []
-            _queue(partial(_finish, task))
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_outside(), _finish, task))
         _waiting[task].append(self)
 
     # -- one exchange --------------------------------------------------------------------------
@@ -374,10 +374,10 @@ def _call(method: weakref.WeakMethod[Ready], index: int, tensor: torch.Tensor) -
         hook(index, tensor)
 
 
-def _queue(call: Callable[[], None]) -> None:
-    """Call at the end of this backward pass, outside of graphs."""
-    call = torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
-    torch.autograd.Variable._execution_engine.queue_callback(call)
+@cache
+def _outside() -> Callable[[Callable[[int], None], int], None]:
+    """Return what calls a function with a task, outside of graphs."""
+    return outside_graphs(lambda call, task: call(task))
 
 
 def _finish(task: int) -> None:

@@ -63,10 +63,9 @@ def compare_models(here: World, model: nn.Module, plan: Plan) -> None:
     trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
               for name, parameter in model.named_parameters()]  # fmt: skip
     one = ("parameters that are one under several names", _tied(model))
-    require_same(here, "comparing models", [("class of the model", class_of(model)), one, *trains])
-    kept = [*model.named_parameters(), *model.named_buffers()]
-    made = [name for name, each in kept if each.is_inference()]
-    require_same(here, "comparing models", [("tensors that were made in torch.inference_mode()", made)])
+    made = [name for name, each in [*model.named_parameters(), *model.named_buffers()] if each.is_inference()]
+    tensors = ("tensors that were made in torch.inference_mode()", made)
+    require_same(here, "comparing models", [("class of the model", class_of(model)), one, tensors, *trains])
     if made:
         raise ConfigError(
             f"distribute: {', '.join(map(repr, made[:3]))} was made in torch.inference_mode(), and cannot take "

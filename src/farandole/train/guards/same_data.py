@@ -138,11 +138,16 @@ def _told_by_child(dataset: Any, places: list[int], takes: int) -> list[Any]:
             child = os.fork()
         if child == 0:
             _read(dataset, places, takes, writing, deadline)
-        threading.Thread(target=os.waitpid, args=(child, 0), daemon=True).start()
+        threading.Thread(target=_reap, args=(child,), daemon=True).start()
         writing.close()
         while len(told) < len(places) and answers.poll(max(0.0, deadline - time.monotonic())):
             told.append(json.loads(answers.recv_bytes()))
     return told
+
+
+def _reap(child: int) -> None:
+    with suppress(ChildProcessError):  # the script waits for all its children, or ignores them
+        os.waitpid(child, 0)
 
 
 def _leave_parents_files(answers: Connection) -> None:
