@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -14,11 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.net.cluster import Cluster, cluster, why_impossible
+from tests.net.cluster import FARANDOLE, Cluster, cluster, why_impossible
 from tests.ranks.keras_jobs import FOLDER, MOST_SECONDS, needs_tensorflow
 from tests.ranks.test_keras_example import EPOCH
 from tests.ranks.test_keras_example import EXAMPLE as KERAS_EXAMPLE
 from tests.ranks.test_launch import script
+from tests.ranks.test_preempted_jobs import LISTENS, wait_for
 
 pytestmark = [pytest.mark.net, pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")]
 
@@ -86,6 +88,19 @@ def test_ranks_run_where_they_should_and_meet_over_the_network(hosts: Cluster, t
     assert json.loads((run / "logs" / "rank_4.log").read_text())["host"] == "host2"
     assert json.loads((run / "run.json").read_text())["hosts"] == ["host1", "host0", "host2"]
     assert not (run / ".token").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
+def test_a_warning_reaches_ranks_that_listen_on_other_hosts(
+    hosts: Cluster, tmp_path: Path, number: int, code: int
+) -> None:
+    words = ["run", "-H", "host0:1,host1:1", *hosts.options, "--", sys.executable, script(tmp_path, LISTENS), "4"]
+    with hosts.popen([*FARANDOLE, *words], cwd=tmp_path) as process:
+        wait_for(tmp_path, process, "pids.*", 2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert out.count(f"saved, told {int(number)} and the child lives") == 2, (out, err)
+    assert process.returncode == code
 
 
 def test_bridges_are_not_taken_for_the_network(hosts: Cluster, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from typing_extensions import assert_type
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.train.data import rank_sampler
 from farandole.train.data.loader import ShardedLoader
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp
@@ -134,6 +136,37 @@ def test_a_sampler_of_the_users_own_is_drawn_once_for_all() -> None:
     fd.init()
     seen = seen_by_all(fd.shard(DataLoader(Numbers(10), batch_size=3, sampler=OwnOrder())))
     assert seen == [[[3, 1, 4], [2, 6, 5]], [[1, 5, 9], [3, 5]]]
+
+
+class Endless:
+    """Yields the same for ever; one with a length says that this is an epoch."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.value)
+
+
+class EndlessOfALength(Endless):
+    def __len__(self) -> int:
+        return 10
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Endless, EndlessOfALength])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_without_end_is_refused_on_all_ranks(kind: type[Endless], workers: int) -> None:
+    fd.init()
+    rank_sampler._MOST_SAMPLES, rank_sampler._MOST_BATCHES = 1000, 100
+    much = "10, its length" if kind is EndlessOfALength else "{} and has no length"
+    for most, given in ((1000, {"sampler": kind(3), "batch_size": 2}), (100, {"batch_sampler": kind([3, 4])})):
+        loader = fd.shard(DataLoader(Numbers(10), num_workers=workers, **given))
+        says = (
+            rf"by {kind.__name__} does not end: it yields more than {much.format(most)}; let it end after an epoch"
+        )
+        with pytest.raises(fd.ConfigError, match=says):
+            next(iter(loader))
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ FLAGS = {
         "--autotune-warmup-samples", "--backend", "--baseline", "--binding-args", "--blacklist-cooldown-range",
         "--cache-capacity", "--chdir", "--check-build", "--config-file", "--cpus-per-rank",
         "--cycle-time-ms", "--disable-cache", "--dry-run", "--elastic-timeout", "--exclude",
-        "--fusion-threshold-mb", "--gloo", "--gloo-timeout-seconds", "--gpus-per-node",
+        "--fusion-threshold-mb", "--gloo", "--gloo-timeout-seconds", "--gpus-per-node", "--grace",
         "--hierarchical-allgather", "--hierarchical-allreduce", "--host-discovery-script", "--hostfile",
         "--hosts", "--image", "--include", "--job-name", "--json", "--jsrun", "--kind",
         "--log-hide-timestamp", "--log-level", "--log-with-timestamp", "--log-without-timestamp",

@@ -10,10 +10,14 @@ room: what this process has loaded or written, and what lies below that.
 from __future__ import annotations
 
 import os
+import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from ..core.environ.env import read_run_settings
 from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.run_files import SavesAccount
 from .directory import remove_checkpoint, saved_steps, set_aside, step_directory, steps_to_prune
 
 
@@ -25,6 +29,7 @@ class RunLine:
         self._steps: list[int] = []
         self._left_at: int | None = None
         """The step that was loaded, until the save that follows."""
+        self._account = SavesAccount(str(directory))
 
     def load(self, step: int) -> None:
         """Go on from the checkpoint of a step."""
@@ -49,9 +54,18 @@ class RunLine:
                 f"up, and are now {', '.join(names)}"
             )
 
+    def begin(self, step: int | None) -> None:
+        """Tell the launcher that a save begins, or (None) that there will be some."""
+        self._tell(replace(self._account, begun=step))
+
     def commit(self, step: int) -> None:
         """Take in the checkpoint that was just written."""
         self._steps = [each for each in self._steps if each != step] + [step]
+        self._tell(replace(self._account, whole=step, when_seconds=time.time()))
+
+    def _tell(self, account: SavesAccount) -> None:
+        self._account = account
+        account.write(read_run_settings().run_directory)
 
     def prune(self, keep: int | None, keep_every: int | None) -> None:
         """Remove the line's checkpoints but the last `keep`, and multiples of `keep_every`."""

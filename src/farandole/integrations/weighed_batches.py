@@ -118,7 +118,7 @@ class PartBatches(BatchSampler):
         return self._partition.steps(len(cast("Any", self.sampler)))
 
     def __iter__(self) -> Iterator[list[Any]]:
-        order = drawn_by_rank_0(self.sampler, self._world)
+        order = drawn_by_rank_0(self.sampler, self._world).tolist()
         for part in self._partition.parts(len(order)):
             yield [_Position(order[position], part) for position in part.positions]
 

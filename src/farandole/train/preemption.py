@@ -3,13 +3,16 @@
 [Note: who is told] A scheduler warns with SIGUSR1 (``sbatch --signal=USR1@60``) or SIGTERM (Kubernetes, a
 preempted job), some ranks a moment before others. If each rank believed only its own signal, one would
 write a checkpoint while another waits for it in an exchange. So the answer is the same on all ranks: yes as
-soon as one of them was told. Handlers exist only in programs that ask; elsewhere signals mean what they did.
+soon as one of them was told. Handlers exist only in programs that ask; elsewhere signals mean what they did. A
+scheduler may signal each process, and the launcher passes on its own: a second SIGTERM right after the first is
+the same one.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from dataclasses import dataclass
 from types import FrameType
 
@@ -19,8 +22,10 @@ import torch.distributed as dist
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
+from .data.spared_workers import spare_all_workers
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
+_SAME_SECONDS = 5.0
 
 
 @dataclass
@@ -30,6 +35,8 @@ class _WarningSignal:
     listening: bool = False
     by: int = 0
     """The first signal that came; 0: none."""
+    asked_seconds: float = 0.0
+    """When SIGTERM came first; 0: never."""
 
 
 _warning = _WarningSignal()
@@ -39,7 +46,8 @@ def preempted() -> bool:
     """Return whether the job will end soon: whether any rank has received SIGUSR1 or SIGTERM.
 
     Call it on all ranks at the same point of the loop, from the first step on. The first call installs the signal
-    handlers. Each call is one small exchange. A second SIGTERM ends the process as without handlers.
+    handlers. Each call is one small exchange. Another SIGTERM, 5 s or more after the first, ends the process as
+    without handlers.
 
     Returns:
         The same bool on all ranks.
@@ -72,10 +80,14 @@ def _listen() -> None:
     for number in _WARNINGS:
         signal.signal(number, _note)
     _warning.listening = True
+    spare_all_workers()
 
 
 def _note(number: int, _: FrameType | None) -> None:
-    if _warning.by and number == signal.SIGTERM:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.raise_signal(signal.SIGTERM)
+    now = time.monotonic()
+    if number == signal.SIGTERM:
+        _warning.asked_seconds = _warning.asked_seconds or now
+        if now - _warning.asked_seconds >= _SAME_SECONDS:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGTERM)
     _warning.by = _warning.by or number

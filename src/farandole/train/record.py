@@ -31,8 +31,7 @@ from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
 from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
 from .data.loader import ShardedLoader
-from .data.loader_watch import watch_loaders
-from .data.timed_loader import time_iteration
+from .data.loader_watch import time_iteration, watch_loaders
 from .session import init
 
 T = TypeVar("T")

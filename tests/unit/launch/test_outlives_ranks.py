@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from farandole.core.vocabulary.run_files import Crash
+from farandole.launch.job.contract import JobSpec
 from farandole.launch.supervise.failure import Exit
 from farandole.launch.supervise.fixed_job import FixedJob
 
@@ -13,7 +16,7 @@ class Job(FixedJob):
     """One whose ranks have ended as is said."""
 
     def __init__(self, ends: list[Exit], *, outlives_ranks: bool) -> None:
-        super().__init__(None, outlives_ranks=outlives_ranks)  # type: ignore[arg-type]
+        super().__init__(None, JobSpec("", 0, Path(), outlives_ranks=outlives_ranks))  # type: ignore[arg-type]
         self._exits, self.said = ends, list[str]()
 
     def _crashes(self) -> list[Crash]:

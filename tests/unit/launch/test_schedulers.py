@@ -11,9 +11,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farandole.core.host.process_status import catches
 from farandole.launch.schedulers.yaml_text import to_yaml
 from farandole.launch.supervise.job_loop import ENDING, handling
-from farandole.launch.supervise.warning_signal import catches
 from tests.unit.cli.test_cli import call
 
 FOUR = ("-np", "8", "--nodes", "2", "--gpus-per-node", "4")
@@ -164,6 +164,16 @@ def test_a_plain_job_numbers_its_pods_and_a_service_names_them() -> None:
     place = read_node_info({**told, "JOB_COMPLETION_INDEX": "1"})
     assert place is not None
     assert (place.node_rank, place.node_count, place.slots, place.port) == (1, 2, 4, 29500)
+
+
+def test_pods_have_the_time_that_their_ranks_have() -> None:
+    words = ("--image", "i", "-np", "2", "--grace", "90.5")
+    (job,) = manifests("--kind", "job", *words)
+    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 96
+    assert job["spec"]["template"]["spec"]["containers"][0]["args"][:5] == ["run", "-np", "2", "--grace", "90.5"]
+    code, _, err = call("run", "--dry-run", "--on", "kubernetes", *words, "--", "python", "train.py")
+    assert code == 0
+    assert "set terminationGracePeriodSeconds to 96 there, or use --kind job" in err
 
 
 def test_a_job_of_one_node_needs_no_names() -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.core.host import resident
+from farandole.core.host import process_status
 from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
@@ -242,7 +242,7 @@ def test_parts_add_up_whatever_the_phases_are(raw: list[tuple[str, float, float]
 
 def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_sampler, "_PROC", tmp_path)
-    monkeypatch.setattr(resident, "_STATUS", tmp_path / "status")
+    monkeypatch.setattr(process_status, "_PROC", tmp_path)
     taken: list[Any] = []
     sampling = HostSampling(taken.append, every_seconds=0.0)
     sampling.record(StepDone(1, 1e12))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 
-from farandole.core.vocabulary.run_files import FAILURE, INTERRUPTED, RUN, STALL
+from farandole.core.vocabulary.run_files import FAILURE, INTERRUPTED, RUN, SAVES, STALL, SavesAccount
 from farandole.launch.supervise.interruption import interruption_of
 from farandole.observe.diagnose.verdict import diagnose
 from farandole.observe.read.run_end import how_it_failed, how_it_hung
 
+NOW = 1_000_000.0
 POSITIONS = [
     {"rank": 0, "step": 5, "kind": "waiting", "place": "hang.py:5", "operation": "fd.mean", "busy": False},
     {
@@ -97,3 +99,39 @@ def test_the_launcher_says_where_ranks_stood(tmp_path: Path) -> None:
     assert second.endswith(f", stacks in {tmp_path / 'stacks'}; exit code 130")
     (tmp_path / STALL).unlink()
     assert len(interruption_of(tmp_path, 15, [], 2).to_text(tmp_path).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("account", "says"),
+    [
+        (SavesAccount("kept"), "no checkpoint of this run is in kept"),
+        (SavesAccount("kept", begun=9), "the save of step 9 is not whole; no checkpoint of this run is in kept"),
+        (
+            SavesAccount("kept", 9, NOW - 2, 9),
+            "the last whole checkpoint is that of step 9 in kept, made 2 s ago",
+        ),
+        (
+            SavesAccount("kept", 9, NOW - 120, 12),
+            "the save of step 12 is not whole; the last whole checkpoint is that of step 9 in kept, made 2:00 ago",
+        ),
+    ],
+)
+def test_the_launcher_says_whether_the_last_save_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, account: SavesAccount, says: str
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    account.write(str(tmp_path))
+    interruption = interruption_of(tmp_path, 15, [], 2)
+    first, second = interruption.to_text(tmp_path).splitlines()
+    assert first == f"farandole: {says}"
+    assert second.startswith("farandole: stopped all ranks on SIGTERM; logs in ")
+    interruption.write(tmp_path)
+    assert SavesAccount(**json.loads((tmp_path / INTERRUPTED).read_text())["saves"]) == account
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[", "[]", "{}", '{"directory": "", "other": 1}', '{"directory": "", "when_seconds": "x"}']
+)
+def test_an_account_of_saves_that_cannot_be_read(tmp_path: Path, text: str) -> None:
+    (tmp_path / SAVES).write_text(text)
+    assert SavesAccount.read(tmp_path) is None

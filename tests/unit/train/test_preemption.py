@@ -43,10 +43,12 @@ def test_only_the_main_thread_can_begin_to_listen() -> None:
         pool.submit(preemption.preempted).result()
 
 
-def test_a_second_request_to_end_ends() -> None:
+def test_the_same_request_twice_is_one_and_a_later_one_ends() -> None:
     code = (
-        "import os, signal, farandole as fd; fd.preempted(); os.kill(os.getpid(), 15); "
-        "print(fd.preempted(), flush=True); os.kill(os.getpid(), 15); print('still here')"
+        "import os, farandole as fd; from farandole.train import preemption; fd.preempted(); "
+        "os.kill(os.getpid(), 10); os.kill(os.getpid(), 15); os.kill(os.getpid(), 15); "
+        "print(fd.preempted(), flush=True); preemption._warning.asked_seconds -= 5; "
+        "os.kill(os.getpid(), 15); print('still here')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
     assert (done.stdout, done.returncode) == ("True\n", -signal.SIGTERM)

@@ -16,6 +16,7 @@ from ...core.environ.job_plan import refuse_elastic
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
+from ...launch.job.contract import GRACE_SECONDS
 from ...launch.output.style import OutputStyle, PrefixName
 from ...launch.start.placing import PlacedJob, place_job
 from ...launch.start.request import JobRequest, RemoteOptions
@@ -35,11 +36,13 @@ from ..options.host_options import (
 from ..options.job_options import add_backend_option, add_job_options, add_record_option, read_request
 from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
+_MOST_GRACE_SECONDS = 86_400.0
 _EXAMPLES = """\
   farandole run -np 4 -- python train.py --lr 0.1
   farandole run -np 2 --set accumulate=4 -- python train.py
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
+  farandole run -np 4 --grace 120 -- python train_large.py
   farandole run -np 8 -H a:4,b:4 -- python train.py
   farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
@@ -61,6 +64,10 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--verbose", action="store_true", help="print where each rank runs, and all that codec auto decides by"
     )
+    made.add_argument(
+        "--grace", type=_grace, default=GRACE_SECONDS, metavar="SECONDS",
+        help=f"time for the ranks to save and end after SIGTERM (default: {GRACE_SECONDS:g})",
+    )  # fmt: skip
     made.add_argument(
         "--as-horovod", action="store_true", help="resolve the script's `import horovod` to farandole.horovod"
     )
@@ -137,6 +144,17 @@ def main(arguments: Sequence[str]) -> int:
     return _end(options, start_job(placed, status=status))
 
 
+def _grace(text: str) -> float:
+    """Return a time as an option has it; more than a day is a mistake."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= _MOST_GRACE_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0 and at most 86400")
+    return seconds
+
+
 def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ...launch.schedulers.submission import submit
 
@@ -188,7 +206,8 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Job
         environment[VERBOSE] = "1"
     directory = None if options.output_filename is None else Path(options.output_filename)
     prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
-    return replace(request, environment=environment, style=OutputStyle(prefix, directory))
+    style = OutputStyle(prefix, directory)
+    return replace(request, environment=environment, style=style, grace_seconds=options.grace)
 
 
 def _places(placed: PlacedJob) -> list[str]:

@@ -94,6 +94,7 @@ def read_submission(options: argparse.Namespace, arguments: Sequence[str]) -> Su
         gpus_per_node=options.gpus_per_node,
         cpus_per_rank=options.cpus_per_rank,
         name=options.job_name or script_label(command),
+        grace_seconds=options.grace,
         options={name: value for name, value in typed.items() if value is not None},
     )
 

@@ -18,6 +18,7 @@
         stall.json            which rank stood where when all waited     (rank 0)
         failure.json          why the job stopped, when it failed        (launcher)
         interrupted.json      the signal that ended it, and who waited   (launcher)
+        saves.json            the last whole checkpoint, the last begun  (rank 0)
         report.html                                                      (farandole report)
 
 Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
@@ -46,10 +47,13 @@ REPORT = "report.html"
 FAILURE = "failure.json"
 INTERRUPTED = "interrupted.json"
 STALL = "stall.json"
+SAVES = "saves.json"
 STACKS = "stacks"
 POSITIONS = "positions"
 SIMULATED = "simulated"
 """Key of ``run.json``: what was assumed of a run that was simulated and never ran; other runs have none."""
+_LATEST_SECONDS = 1e11
+"""In some thousands of years: what a clock never says."""
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 
@@ -99,6 +103,35 @@ def write_private(path: Path, content: str | bytes) -> None:
     except OSError:
         aside.unlink(missing_ok=True)
         raise
+
+
+@dataclass(frozen=True)
+class SavesAccount:
+    """How the saves of a run stand."""
+
+    directory: str
+    """The directory of the checkpoints."""
+    whole: int | None = None
+    """Step of the last checkpoint that is on the disk; None: this run has none."""
+    when_seconds: float = 0.0
+    """When it was, by the clock of rank 0's host (`time.time`)."""
+    begun: int | None = None
+    """Step of the save that began last."""
+
+    def write(self, run_directory: str | None) -> None:
+        """Leave it in the run directory, if there is one; a disk that fails is no reason to end a training."""
+        with contextlib.suppress(OSError):
+            if run_directory is not None:
+                write_private(Path(run_directory) / SAVES, json.dumps(asdict(self)) + "\n")
+
+    @classmethod
+    def read(cls, run_directory: Path) -> SavesAccount | None:
+        """Return what `write` left; None if there is nothing."""
+        try:
+            account = cls(**json.loads((run_directory / SAVES).read_text(encoding="utf-8")))
+            return account if 0 <= account.when_seconds < _LATEST_SECONDS else None
+        except (OSError, ValueError, TypeError):
+            return None
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class ElasticJob(JobLoop):
             environment: What the workers inherit, as far as it is known here.
             hosts: Hosts and slots when no discovery script is given.
         """
-        super().__init__(output, status)
-        self._job, self._fleet, self._environment = job, fleet, environment
+        super().__init__(output, job, status)
+        self._fleet, self._environment = fleet, environment
         self._discovery = Discovery(
             options.discovery_script,
             default_slots=options.slots_per_host or 1,

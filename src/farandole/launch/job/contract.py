@@ -16,6 +16,8 @@ from .emulated_hosts import HostNamespaces
 
 FROZEN_SECONDS = 1.5
 """How long a rank may be stopped by a signal. Noticing it, taking stacks and ending all ranks takes 0.6 s more."""
+GRACE_SECONDS = 30.0
+"""How long ranks have to save and end after SIGTERM to their launcher: what Kubernetes and Slurm give."""
 
 SHIM = Path(__file__).resolve().parent / "shim"
 """A folder for PYTHONPATH with a `sitecustomize`, which says what it is for."""
@@ -87,6 +89,8 @@ class JobSpec:
     """What only the ranks of this job are told; empty where several launchers start them."""
     frozen_seconds: float = FROZEN_SECONDS
     """How long a rank may be stopped by a signal; 0: for ever."""
+    grace_seconds: float = GRACE_SECONDS
+    """How long ranks have to end after SIGTERM to the launcher."""
     verify_deep: bool = False
     outlives_ranks: bool = False
     """Whether the others go on when a rank is killed: servers hold what they train."""

@@ -7,12 +7,15 @@ Service. Each pod is a node and runs ``farandole run``, which starts the pod's r
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
 
 from ...core.launchers.launcher_env import DEFAULT_PORT
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
+from ..job.contract import GRACE_SECONDS
 from .submission import SubmitSpec
 from .yaml_text import to_yaml
 
@@ -48,6 +51,11 @@ def _train_job(spec: SubmitSpec) -> list[dict[str, Any]]:
     if "priority" in spec.options and "queue" not in spec.options:
         raise ConfigError(
             "--priority of a TrainJob is read by Kueue only", remedy="add --queue, or use --kind job or jobset"
+        )
+    if spec.grace_seconds > GRACE_SECONDS:
+        write_notice(
+            f"note: pods of a TrainJob end when its runtime says: set terminationGracePeriodSeconds to "
+            f"{_pod_seconds(spec)} there, or use --kind job"
         )
     trainer = {
         "image": spec.options["image"],
@@ -119,6 +127,8 @@ def _indexed_job(
         values = {"NODE_COUNT": nodes, "LOCAL_SIZE": per_node, "ADDRESS": address, "PORT": DEFAULT_PORT}
         container["env"] = [{"name": f"FARANDOLE_{name}", "value": str(value)} for name, value in values.items()]
     pod: dict[str, Any] = {"restartPolicy": "Never", "containers": [container]}
+    if spec.grace_seconds != GRACE_SECONDS:
+        pod["terminationGracePeriodSeconds"] = _pod_seconds(spec)
     if subdomain is not None:
         pod["subdomain"] = subdomain
     if "priority" in spec.options:
@@ -130,6 +140,11 @@ def _indexed_job(
         "backoffLimit": 0,
         "template": {"metadata": {"labels": {_LABEL: _job_name(spec)}}, "spec": pod},
     }
+
+
+def _pod_seconds(spec: SubmitSpec) -> int:
+    """Return how long a pod may take to end: what its ranks have, and then their launcher."""
+    return math.ceil(spec.grace_seconds) + 5
 
 
 def _program(spec: SubmitSpec, size: int) -> dict[str, Any]:

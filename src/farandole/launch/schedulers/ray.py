@@ -182,8 +182,8 @@ class RayJob(FixedJob):
         self, made: RayActors, command: Sequence[str], job: JobSpec, output: Output, ours: Mapping[str, str]
     ) -> None:
         """`ours` are the variables of this process that ranks get: Ray's workers inherit their node's."""
-        super().__init__(output)
-        self._made, self._command, self._job, self._ours = made, command, job, ours
+        super().__init__(output, job)
+        self._made, self._command, self._ours = made, command, ours
         self._waiting: dict[Any, int] = {}
         """Calls that wait for news of a rank, and whose."""
 

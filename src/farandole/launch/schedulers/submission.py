@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
+from ..job.contract import GRACE_SECONDS
 from ..job.host_list import MOST_SLOTS
 
 SCHEDULERS = ("slurm", "mpi", "kubernetes", "ray")
@@ -47,6 +48,8 @@ class SubmitSpec:
     gpus_per_node: int | None = None
     cpus_per_rank: int | None = None
     name: str = "run"
+    grace_seconds: float = GRACE_SECONDS
+    """For ranks to end after SIGTERM; the launcher of each node is told it by `run_options`."""
     options: Mapping[str, str] = field(default_factory=dict)
     """What else was typed, by the option's name: queue, priority, partition, image and so on."""
 

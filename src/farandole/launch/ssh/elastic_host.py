@@ -84,10 +84,10 @@ class ElasticHost:
             self.link.channel.send_message({"type": "tell", "worker": worker, "frame": frame})
 
     def signal(self, worker: int, number: int) -> None:
-        """Send a signal to a worker; one that waits for the connection is ended by any."""
+        """Send a signal to a worker; one that waits for the connection is ended by any but SIGUSR1."""
         if worker in self.link.unfinished:
             self.link.channel.send_message({"type": "signal", "worker": worker, "number": number})
-        elif any(worker == order["worker"] for order in self._waiting):
+        elif number != signal.SIGUSR1 and any(worker == order["worker"] for order in self._waiting):
             self._waiting = [order for order in self._waiting if order["worker"] != worker]
             killed = Exit(worker, -signal.SIGKILL, time.monotonic(), stopped_by_us=True)
             self._reports.ended(killed, (), out_of_memory=False)

@@ -8,6 +8,7 @@ believed while a host is suspiciously silent; and a loss counts from the moment 
 from __future__ import annotations
 
 import selectors
+import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -36,7 +37,7 @@ class RemoteJob(FixedJob):
         self, links: Sequence[HostLink], work: RemoteJobSpec, output: Output,
         status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
-        super().__init__(output, status, outlives_ranks=work.job.outlives_ranks)
+        super().__init__(output, work.job, status)
         self.links, self.work = links, work
         self._listeners: dict[str, HostListener] = {}
         self._known_crashes: list[Crash] = []
@@ -155,9 +156,9 @@ class RemoteJob(FixedJob):
 
     def _signal_ranks(self, number: int) -> None:
         for link in self.links:
-            if link.ready and link.is_open:
+            if link.phase == "running" or (link.ready and link.is_open and number != signal.SIGUSR1):
                 link.channel.send_message({"type": "signal", "number": number})
-            elif link.is_open:
+            elif link.is_open and number != signal.SIGUSR1:
                 self._hang_up(link, "gone")
 
     def _find_failure(self, stop_seconds: float) -> Failure | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ...core.vocabulary.spec import Plan
 from ..elastic.options import ElasticOptions
+from ..job.contract import GRACE_SECONDS
 from ..job.host_list import HostSlots
 from ..output.style import OWN_STYLE, OutputStyle
 from ..ssh.link.remote_shell import SshOptions
@@ -59,3 +60,5 @@ class JobRequest:
     typed_command: Sequence[str] = ()
     """The command line as the user typed it, which proposals change; empty: not known."""
     verify: VerifyOptions = field(default_factory=VerifyOptions)
+    grace_seconds: float = GRACE_SECONDS
+    """How long ranks have to end after SIGTERM to the launcher."""

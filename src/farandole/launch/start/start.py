@@ -120,6 +120,7 @@ def make_job(placed: PlacedJob, directory: Path, port: int) -> JobSpec:
         verify_steps=request.verify.steps,
         verify_deep=request.verify.deep,
         outlives_ranks=request.plan is not None and SyncSpec.parse(request.plan.sync).is_server,
+        grace_seconds=request.grace_seconds,
         frozen_seconds=read_frozen_seconds(FROZEN_SECONDS),
         environment=request.environment,
     )

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...core.vocabulary.run_files import Crash
+from ..job.contract import JobSpec
 from ..output.rank_output import Output
 from .failure import Exit, Failure, is_explained, is_hang
 from .job_loop import JobLoop, Outcome
@@ -21,12 +22,9 @@ UNEXPLAINED_SECONDS = 1.0
 class FixedJob(JobLoop):
     """Decides when the ranks are stopped. Subclasses start them, and know how they ended."""
 
-    def __init__(
-        self, output: Output, status: Callable[[], str | None] = lambda: None, *, outlives_ranks: bool = False
-    ) -> None:
-        """`outlives_ranks`: whether the others go on when a rank is killed by a signal, unless it is rank 0."""
-        super().__init__(output, status)
-        self._outlives_ranks = outlives_ranks
+    def __init__(self, output: Output, job: JobSpec, status: Callable[[], str | None] = lambda: None) -> None:
+        """`status` returns the latest line of progress, None when there is none."""
+        super().__init__(output, job, status)
         self._exits: list[Exit] = []
         self._missed: set[int] = set()
         """Ranks that were killed, and without which the others go on."""
@@ -46,7 +44,7 @@ class FixedJob(JobLoop):
 
     def _judged(self) -> list[Exit]:
         """Return the ends of ranks but those that the job goes on without."""
-        if self._outlives_ranks and self._failed_at is None and not self._stopping:
+        if self._job.outlives_ranks and self._failed_at is None and not self._stopping:
             for ended in self._exits:
                 if ended.failed and ended.code < 0 and ended.rank > 0 and ended.rank not in self._missed:
                     self._missed.add(ended.rank)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...core.failures.positions import Position, describe, judge, read_positions
-from ...core.vocabulary.run_files import INTERRUPTED, STACKS, STALL, write_private
+from ...core.vocabulary.run_files import INTERRUPTED, STACKS, STALL, SavesAccount, write_private
+from ...core.vocabulary.units import format_seconds
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Interruption:
     """Ranks that did no steps; empty: all went on."""
     is_hanging: bool
     """Whether no rank could have gone on."""
+    saves: SavesAccount | None = None
+    """None: nothing of the job saves checkpoints."""
 
     @property
     def exit_code(self) -> int:
@@ -38,6 +42,8 @@ class Interruption:
         files = f"logs in {directory / 'logs'}"
         if lines and (directory / STACKS).exists():
             files += f", stacks in {directory / STACKS}"
+        if self.saves is not None:
+            lines.append(f"farandole: {_describe_saves(self.saves)}")
         lines.append(f"farandole: stopped all ranks on {name}; {files}; exit code {self.exit_code}")
         return "\n".join(lines)
 
@@ -46,6 +52,7 @@ class Interruption:
         values = {
             "signal": signal.Signals(self.signal).name, "exit_code": self.exit_code, "hanging": self.is_hanging,
             "positions": [asdict(position) for position in self.positions],
+            "saves": None if self.saves is None else asdict(self.saves),
         }  # fmt: skip
         write_private(directory / INTERRUPTED, json.dumps(values, indent=1) + "\n")
 
@@ -57,7 +64,18 @@ def interruption_of(directory: Path, number: int, positions: Sequence[Position],
     found |= {position.rank: position for position in positions or read_positions(directory)}
     ordered = tuple(found[rank] for rank in sorted(found))
     is_hanging = bool(reported) or (len(ordered) == size and judge(ordered) == "hang")
-    return Interruption(number, ordered, is_hanging)
+    return Interruption(number, ordered, is_hanging, SavesAccount.read(directory))
+
+
+def _describe_saves(saves: SavesAccount) -> str:
+    """Return whether the last save is whole, and which checkpoint is."""
+    is_whole = saves.whole is not None and saves.begun in (saves.whole, None)
+    if saves.whole is None:
+        whole = f"no checkpoint of this run is in {saves.directory}"
+    else:
+        age = format_seconds(max(0.0, time.time() - saves.when_seconds))
+        whole = f"the last whole checkpoint is that of step {saves.whole} in {saves.directory}, made {age} ago"
+    return whole if is_whole or saves.begun is None else f"the save of step {saves.begun} is not whole; {whole}"
 
 
 def _reported_hang(directory: Path) -> list[Position]:

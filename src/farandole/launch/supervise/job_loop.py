@@ -1,9 +1,11 @@
 """The loop of a job, whatever it starts: one thread, one selector, the signals to its launcher, and its stop.
 
 [Note: how a job ends] All ranks ended well: exit code 0. One failed: a moment for the others' own
-accounts, then SIGTERM to their groups and SIGKILL half a second later; exit code of the first cause. A
-signal to the launcher is passed on, with time to end well, then SIGTERM, then SIGKILL; a second one
-kills at once; exit code 128 + signal. However it ends, every process group is gone and the port is free.
+accounts, then SIGTERM and SIGKILL half a second later; exit code of the first cause. SIGINT to the launcher is
+passed on, with time to end well, then SIGTERM, then SIGKILL. SIGTERM, or the loss of its terminal, is SIGTERM to
+the ranks: those that listen save and end, in the time of ``--grace``, then SIGKILL. Another signal kills at once;
+but a second SIGTERM within some seconds is the same one, by another way. Exit code 128 + signal. SIGUSR1 is passed
+on and ends nothing. However a job ends, every process group is gone and the port is free.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from ..job.contract import JobSpec
 from ..output.rank_output import Output
 from .failure import Failure
 
@@ -30,6 +33,8 @@ ANNOUNCE_SECONDS = 1.0
 """After a signal: ranks that still run then are worth a word. Most have ended."""
 INTERRUPT_SECONDS = 3.0
 """From a passed-on signal to SIGTERM."""
+SAME_SECONDS = 5.0
+"""A second SIGTERM within this time is the first one again: a scheduler signals launcher and ranks, or twice."""
 LEAVE_SECONDS = 2.0
 """After SIGKILL, for a host to say that its ranks are gone."""
 _TURN_SECONDS = 0.1
@@ -70,15 +75,18 @@ class Outcome:
 class JobLoop:
     """A job from its start to its end. Subclasses say what is started and what is decided. Use once."""
 
-    def __init__(self, output: Output, status: Callable[[], str | None] = lambda: None) -> None:
+    def __init__(self, output: Output, job: JobSpec, status: Callable[[], str | None] = lambda: None) -> None:
         """`status` returns the latest line of progress, None when there is none."""
-        self.output, self._status = output, status
+        self.output, self._job, self._status = output, job, status
         self._selector = selectors.DefaultSelector()
         """The data of each key is called when its file is readable."""
         self._signals: list[int] = []
+        self._first_signal_seconds = 0.0
         self._stopping = False
         self._deadlines: list[tuple[float, int]] = []
         """When to send which signal to all that still run."""
+        self._warnings = 0
+        """Signals that warn of the end and were not passed on yet."""
         self._announce_at: float | None = None
         """When to say that the ranks were signalled."""
         self._killed_at: float | None = None
@@ -174,10 +182,13 @@ class JobLoop:
         if self._announce_at is not None and now >= self._announce_at:
             self._announce_at = None
             name = signal.Signals(self._signals[0]).name
+            again = "once more" if self._signals[0] == signal.SIGINT else "Ctrl-C"
             self.say(
-                f"{name}: waiting for the ranks to end, at most {INTERRUPT_SECONDS + TERMINATE_SECONDS:g} s; once "
-                "more ends them at once"
+                f"{name}: waiting for the ranks to end, at most {self._end_seconds:g} s; {again} ends them at once"
             )
+        for _ in range(self._warnings):
+            self._warnings -= 1
+            self._signal_ranks(signal.SIGUSR1)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = self._deadlines.pop(0)
             self._stopping = True
@@ -199,20 +210,37 @@ class JobLoop:
             self._selector.register(read_end, selectors.EVENT_READ, woken)
             before = signal.set_wakeup_fd(wake_end.fileno())
             try:
-                with handling(ENDING, self._signalled):
+                with handling(ENDING, self._signalled), handling((signal.SIGUSR1,), self._warned):
                     yield
             finally:
                 signal.set_wakeup_fd(before)
 
+    def _warned(self, number: int, _: FrameType | None) -> None:
+        self._warnings += 1
+
+    @property
+    def _end_seconds(self) -> float:
+        """How long the ranks have to end after the signal."""
+        is_interrupt = self._signals[0] == signal.SIGINT
+        return INTERRUPT_SECONDS + TERMINATE_SECONDS if is_interrupt else self._job.grace_seconds
+
     def _signalled(self, number: int, _: FrameType | None) -> None:
-        self._signals.append(number)
         now = time.monotonic()
+        if (
+            number == signal.SIGTERM
+            and self._signals == [number]
+            and now - self._first_signal_seconds < SAME_SECONDS
+        ):
+            return
+        self._signals.append(number)
         self._stopping = True
         if len(self._signals) > 1:
             self._deadlines = [(now, signal.SIGKILL)]
             return
+        self._first_signal_seconds = now
         self._announce_at = now + ANNOUNCE_SECONDS
-        self._deadlines = [(now, number)]
-        if number != signal.SIGTERM:  # twice in a row it would end a rank that saves its state at the first
-            self._deadlines.append((now + (INTERRUPT_SECONDS if number == signal.SIGINT else 0.0), signal.SIGTERM))
-        self._deadlines.append((now + INTERRUPT_SECONDS + TERMINATE_SECONDS, signal.SIGKILL))
+        if number == signal.SIGINT:
+            self._deadlines = [(now, number), (now + INTERRUPT_SECONDS, signal.SIGTERM)]
+        else:
+            self._deadlines = [(now, signal.SIGTERM)]
+        self._deadlines.append((now + self._end_seconds, signal.SIGKILL))

@@ -6,7 +6,6 @@ How a job ends is told in `job_loop`; what is done for each process in `ranks`.
 from __future__ import annotations
 
 import selectors
-import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,11 +18,10 @@ from ..job.ports import is_in_use
 from ..output.rank_output import Output
 from .failure import Failure, account_of_leaving, find_failure, out_of_memory_kills
 from .fixed_job import FixedJob
-from .job_loop import Outcome, handling
+from .job_loop import Outcome
 from .leavers import LeaverWatch
 from .ranks import HostRanks
 from .reaper import Reaper
-from .warning_signal import warn
 
 MEETING_POLL_SECONDS = 0.5
 """How often to look whether the ranks have met, until they have."""
@@ -38,7 +36,7 @@ class Supervisor(FixedJob):
         self, command: Sequence[str], places: Sequence[RankSpec], job: JobSpec, output: Output,
         environment: Mapping[str, str], *, status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
-        super().__init__(output, status, outlives_ranks=job.outlives_ranks)
+        super().__init__(output, job, status)
         self.ranks = HostRanks(command, places, job, output, environment)
         self._exits = self.ranks.exits
         self._directory = job.run_directory
@@ -49,7 +47,6 @@ class Supervisor(FixedJob):
         self._next_look_for_meeting = 0.0
 
     def _begin(self, at_end: ExitStack) -> None:
-        at_end.enter_context(handling((signal.SIGUSR1,), lambda n, _: warn(self.ranks.processes().values(), n)))
         self._kills_before = out_of_memory_kills()
         self.ranks.reaper = Reaper(say=self.say)
         at_end.callback(self.ranks.reaper.dismiss)

@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
+from ...core.host.process_status import catches
 from ...core.vocabulary.errors import LaunchError
 from ..job.emulated_hosts import HostNamespaces, entering
 from .reaper import kill_group
+from .stopped_process import behind_shells
 
 _PR_SET_PDEATHSIG = 1
 
@@ -38,8 +41,18 @@ class RankProcess:
         return [(self.popen.stdout, False), (self.popen.stderr, True)]
 
     def signal(self, number: int) -> None:
-        """Send a signal to the whole group, unless its number may be another's by now."""
-        if self.popen.returncode is None:
+        """Send a signal to the whole group, unless its number may be another's by now.
+
+        SIGTERM and SIGUSR1 warn of the end: a rank that has a handler gets them alone, as workers of its loader
+        must live until it has saved. SIGUSR1 would end any other, and is not sent.
+        """
+        if self.popen.returncode is not None:
+            return
+        rank = behind_shells(self.popen.pid)
+        if number in (signal.SIGTERM, signal.SIGUSR1) and catches(rank, number):
+            with suppress(ProcessLookupError):
+                os.kill(rank, number)
+        elif number != signal.SIGUSR1:
             kill_group(self.process_group, number)
 
     def close(self) -> None:

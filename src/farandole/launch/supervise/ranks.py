@@ -175,8 +175,8 @@ class HostRanks:
                 self.output.feed(process.rank, is_error, data)
 
     def stop(self, number: int) -> None:
-        """Send a signal to all ranks: they end because of us from now on."""
-        self._stopping = True
+        """Send a signal to all ranks; but for SIGUSR1, a warning, they end because of us from now on."""
+        self._stopping = self._stopping or number != signal.SIGUSR1
         for rank, process in self._running.items():
             # One that stands still hears nothing but this.
             is_deaf = number == signal.SIGTERM and rank in self._frozen

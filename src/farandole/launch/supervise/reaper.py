@@ -140,7 +140,7 @@ def kill_group(process_group: int, number: int = signal.SIGKILL) -> bool:
 
 def _reap(read_end: int, supervisor: int, silence_seconds: float | None) -> None:
     os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(-1)
     # Nothing of the supervisor's is held open: a pipe that its own caller reads must end with it.

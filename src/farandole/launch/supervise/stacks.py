@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from ...core.host.process_status import catches
 from ...core.host.stacks import STACKS_SIGNAL
 from ...core.vocabulary.run_files import STACKS, read_crashes, stacks_path
 from .process import dying_with_us
 from .stopped_process import behind_shells, state_of
-from .warning_signal import catches
 
 STACKS_SECONDS = 0.4
 """For ranks to write their stacks, before they are stopped."""

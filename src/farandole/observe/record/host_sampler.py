@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ...core.host.resident import peak_resident_bytes, resident_bytes
+from ...core.host.process_status import peak_resident_bytes, resident_bytes
 from ...core.vocabulary.events import SETUP_THREAD, Event, Sample, Setup, StepDone
 from .other_work import children_seconds, place_of, thread_seconds
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ...comm.device.accelerator import peak_bytes
 from ...comm.world.world import World
-from ...core.host.resident import peak_resident_bytes, resident_bytes
+from ...core.host.process_status import peak_resident_bytes, resident_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.spec import Plan
 

@@ -194,6 +194,8 @@ class Saver:
         self._count += 1
         whole = replace(state[0], shared=shared)
         work = _Work(number, nonce[0], name, file, whole, f"checkpoint/save/{self._token}/{self._count}", later)
+        if here.rank == 0:
+            line_of(self._directory, here).begin(number)
         self._under_way = Save(number, lambda: self._finish(work))
         return self._under_way
 
@@ -227,6 +229,7 @@ class Saver:
         def lock() -> None:
             if here.rank == 0:
                 self._lock = DirectoryLock(self._directory, here.host, token)
+                line_of(self._directory, here).begin(None)
                 for step in all_steps(self._directory):
                     with suppress(OSError, CheckpointError):
                         remove_leftovers(self._directory, step)

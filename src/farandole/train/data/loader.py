@@ -31,6 +31,7 @@ from .loader_kind import counts_itself, divided_kind, facts_of, refuse_divided, 
 from .partition import Partition
 from .position import read_state
 from .rank_sampler import RankBatches, RankBatchSampler, RankSampler
+from .spared_workers import sparing_workers
 from .stream import divide_stream, has_states
 from .worker_cores import TunedLoaders, on_worker_cores, worker_cores
 
@@ -218,7 +219,7 @@ class ShardedLoader(DataLoader[T_co]):
             self.num_workers = tuned.trials_of(own.number).begin(self.num_workers)
         own.begin_epoch(self.num_workers)
         note_loader(own.world, self, len(worker_cores()) or None, depth_ahead())
-        with on_worker_cores():
+        with on_worker_cores(), sparing_workers(self):
             batches = super()._get_iterator()
         return Drawing(batches, self._farandole)
 

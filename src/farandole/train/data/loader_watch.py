@@ -1,16 +1,21 @@
-"""The wait for batches of data loaders found automatically: those of scripts written for Horovod.
+"""The wait for batches of data loaders: of one that `fd.record` is given, or of all, for scripts of Horovod.
 
 [Note: every loader of the process] Of the loaders of a process `fd.shard` and `fd.record` time the one they are
 given. A script that uses Horovod's names gives none, and its `for` loop holds the iterator out of
 reach. So, while such a training is recorded, the method by which torch's loaders hand out batches notes the time:
 of all loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put
 back as it was when the world closes.
+
+[Note: one loader] That which `fd.record` is given becomes an object of a subclass of its class. An object that
+cannot (of a class in C, or one whose ``__class__`` is a property, as those of Accelerate) is left alone.
 """
 
 from __future__ import annotations
 
+import copyreg
 import threading
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -20,8 +25,9 @@ from torch.utils.data import dataloader
 
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DataWait, NullRecorder
-from ...parallel.instrument.training_facts import note_workers
-from .ahead.told_later import drawn_ahead
+from ...parallel.instrument.training_facts import note_loader, note_workers
+from .ahead.told_later import depth_ahead, drawn_ahead
+from .worker_cores import on_worker_cores, worker_cores
 
 _KIND = dataloader._BaseDataLoaderIter
 _TIMED = "_farandole_times_it"
@@ -88,3 +94,60 @@ def samples_of(batch: Any) -> int:
         else:
             return 0
     return 0
+
+
+_HEAP_TYPE = 1 << 9
+"""A class made by Python code: its objects may change to a subclass of it."""
+
+
+def time_iteration(loader: Any) -> bool:
+    """Make this one object time its iteration; return whether it could. See [Note: one loader]."""
+    kind = type(loader)
+    if getattr(kind, "_times_iteration", False):
+        return True
+    if not (kind.__flags__ & _HEAP_TYPE and hasattr(kind, "__iter__")):
+        return False
+
+    def iterate(self: Any) -> Iterator[Any]:
+        if has_world():
+            note_loader(world(), self, len(worker_cores()) or None, depth_ahead())
+        with on_worker_cores():
+            iterator = kind.__iter__(self)
+        leave_out(iterator)
+        while True:
+            begin, cpu = time.monotonic(), time.thread_time()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            if drawn_ahead() is None and has_world() and torch.is_grad_enabled():  # else `fd.prefetch` does it
+                used = time.thread_time() - cpu
+                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch), used))
+            yield batch
+
+    members = {
+        "__iter__": iterate,
+        "_times_iteration": True,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+        "__reduce_ex__": lambda self, protocol: _reduce_plain(self, kind, protocol),
+    }
+    try:
+        loader.__class__ = type(kind.__name__, (kind,), members)
+    except (AttributeError, TypeError):  # no setter; another layout, such as __slots__
+        return False
+    return type(loader) is not kind
+
+
+def _reduce_plain(loader: Any, kind: type, protocol: int) -> Any:
+    """Save the loader as one of its plain class: the subclass is known to this process alone."""
+    reduce_ex: Any = kind.__reduce_ex__
+    reduced = reduce_ex(loader, protocol)
+    if not isinstance(reduced, tuple) or reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+        return reduced
+    return (_new, (kind, *reduced[1][1:]), *reduced[2:])
+
+
+def _new(kind: type, *arguments: Any) -> Any:
+    return kind.__new__(kind, *arguments)

@@ -5,8 +5,9 @@ See [Note: epochs and resuming] in `position` and [Note: random numbers by place
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from .partition import Partition
 from .position import CutAt, LoopPlace
 from .random_state import SeededIndexes, seed_of, seeded
 
+_MOST_SAMPLES = 10_000_000
+_MOST_BATCHES = 1_000_000
 T = TypeVar("T")
 PlanT = TypeVar("PlanT", EpochPlan, RoundsPlan)
 
@@ -199,8 +202,7 @@ class RankSampler(EpochSampler[int, EpochPlan]):
             generator = torch.Generator().manual_seed((self.seed + epoch) % 2**63)
             return torch.randperm(len(source), generator=generator)
         with seeded(seed_of(self.seed, epoch), source):
-            mine = list(source) if self._world.rank == 0 else []
-        return _from_rank_0(torch.tensor(mine, dtype=torch.int64), self._world)
+            return drawn_by_rank_0(source, self._world)
 
 
 class RankBatches(EpochSampler[list[int], RoundsPlan]):
@@ -227,9 +229,9 @@ class RankBatches(EpochSampler[list[int], RoundsPlan]):
 
     def _order(self, place: LoopPlace) -> list[list[int]]:
         with seeded(seed_of(self.seed, place.epoch), self.source):
-            batches = [list(batch) for batch in self.source] if self._world.rank == 0 else []
-        sizes = _from_rank_0(torch.tensor([len(batch) for batch in batches], dtype=torch.int64), self._world)
-        flat = _from_rank_0(torch.tensor([i for batch in batches for i in batch], dtype=torch.int64), self._world)
+            batches, count = _to_its_end(self.source, self._world, list, _MOST_BATCHES)
+        sizes = _from_rank_0([len(batch) for batch in batches], count, self._world)
+        flat = _from_rank_0([i for batch in batches for i in batch], int(sizes.sum()), self._world)
         self._note_order(place, len(sizes), digest_of(torch.cat([sizes, flat])))
         return [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
 
@@ -258,17 +260,36 @@ def _refuse_other_count(epoch: int, batches: int, saved: int, found: int) -> Non
         )
 
 
-def drawn_by_rank_0(source: Iterable[Any], here: World) -> list[int]:
-    """Return what `source` yields on rank 0, on all ranks."""
-    order = torch.tensor(list(source) if here.rank == 0 else [], dtype=torch.int64)
-    return cast("list[int]", _from_rank_0(order, here).tolist())
+def drawn_by_rank_0(source: Iterable[Any], here: World) -> torch.Tensor:
+    """Return the samples that `source` yields on rank 0, on all ranks; raise `ConfigError` if it has no end."""
+    drawn, count = _to_its_end(source, here, int, _MOST_SAMPLES)
+    return _from_rank_0(drawn, count, here)
 
 
-def _from_rank_0(values: torch.Tensor, here: World) -> torch.Tensor:
+def _to_its_end(source: Iterable[Any], here: World, kind: Callable[[Any], T], most: int) -> tuple[list[T], int]:
+    """Return what `source` yields on rank 0, as `kind`, nothing on others, and how much that is.
+
+    Raises `ConfigError` on all ranks if it is more than the length of `source`, or than `most` if it has none.
+    """
+    has_length = True
+    try:
+        most = len(source)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        has_length = False
+    drawn = list(islice(map(kind, source), most + 1)) if here.rank == 0 else []
+    count, most, has_length = all_gather_json(here, "length of the data order", [len(drawn), most, has_length])[0]
+    if count > most:
+        raise ConfigError(
+            f"shard: the order of an epoch by {type(source).__name__} does not end: it yields more than "
+            f"{most}{', its length' if has_length else ' and has no length'}",
+            remedy="let it end after an epoch, and loop over epochs: while step < steps: for batch in loader: ...",
+        )
+    return drawn, count
+
+
+def _from_rank_0(values: Any, length: int, here: World) -> torch.Tensor:
+    order = torch.tensor(values if here.rank == 0 else [0] * length, dtype=torch.int64)
     if here.size > 1:
-        length = int(all_gather_json(here, "length of the data order", values.numel())[0])
-        if here.rank != 0:
-            values = torch.empty(length, dtype=torch.int64)
         with translated(here, "order of the data"):
-            dist.broadcast(values, src=0, group=here.group)
-    return values
+            dist.broadcast(order, src=0, group=here.group)
+    return order

@@ -6,6 +6,7 @@ the signals it is told to.
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from dataclasses import replace
@@ -71,7 +72,7 @@ class RankAgent(Agent):
         if message["type"] == "stacks":
             self.ranks.take_stacks()
         else:
-            if not self._is_stopped:
+            if not self._is_stopped and int(message["number"]) != signal.SIGUSR1:
                 self._is_stopped = True
                 found = [position.to_json() for position in self.ranks.note_positions()]
                 self.channel.send_message({"type": "positions", "positions": found})

@@ -1,0 +1,49 @@
+"""What the kernel says of a process in its status: memory that is resident, and what it does with signals."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+_PROC = Path("/proc")
+_KIB = 1024
+
+
+def resident_bytes() -> int | None:
+    """Return what is resident of this process now; None where the system does not say."""
+    return _own_bytes("VmRSS:")
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the most that was resident since the process began, or its peak was cleared; None: not known."""
+    return _own_bytes("VmHWM:")
+
+
+def catches(process: int, number: int) -> bool:
+    """Return whether a process has a handler of its own for a signal; False for one that is gone."""
+    return _is_in("SigCgt:", process, number)
+
+
+def ignores(process: int, number: int) -> bool:
+    """Return whether a process ignores a signal; False for one that is gone."""
+    return _is_in("SigIgn:", process, number)
+
+
+def _own_bytes(field: str) -> int | None:
+    with contextlib.suppress(ValueError):
+        return int(_read("self", field)) * _KIB
+    return None
+
+
+def _is_in(field: str, process: int, number: int) -> bool:
+    return bool(int(_read(process, field) or "0", 16) >> (number - 1) & 1)
+
+
+def _read(process: int | str, field: str) -> str:
+    """Return the first word of a field; nothing where there is none."""
+    with contextlib.suppress(OSError, IndexError):
+        text = (_PROC / str(process) / "status").read_text(encoding="utf-8", errors="replace")
+        for line in text.splitlines():
+            if line.startswith(field):
+                return line.split()[1]
+    return ""
