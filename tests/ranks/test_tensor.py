@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import time
 import weakref
 from typing import Any
 
@@ -454,3 +455,36 @@ def test_bad_input_is_refused_by_name_on_all_ranks() -> None:
     model = apply(Language(), tensor_recipe=NAMED, sequence_parallel=True)
     with pytest.raises(fd.ConfigError, match=r"shape \[2, 15, 32\].*tokens that tensor = 2 divides"):
         model(batch(0)[0][:, :15])
+
+
+class OfSomeSamples(nn.Module):
+    """Does something else on each call for samples above 50: one of the groups has such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x).relu()
+        if bool((x > 50).any()):
+            hidden = hidden + torch.rand(()) * hidden.shape[-1]
+        out: torch.Tensor = x + self.down(hidden)
+        return out
+
+
+@ranks(4)
+@pytest.mark.parametrize("above", [{1}, {0, 1}], ids=["one group", "both groups"])
+def test_what_one_tensor_group_refuses_is_refused_on_all_ranks(above: set[int]) -> None:
+    """The other group waits for it in the first exchange of gradients."""
+    here = fd.init()
+    plan = fd.Plan(tensor=2, tensor_recipe={"*.up": "columns", "*.down": "rows"})
+    model = nn.Sequential(OfSomeSamples(), nn.Linear(8, 1))
+    model, _ = fd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), plan)
+    batch = torch.ones(4, 8) * (100 if here.sample_rank in above else 1)
+    time.sleep(0.5 * here.sample_rank)  # the first group, whose rank 0 serves the store, does not leave before
+    begin = time.monotonic()
+    with pytest.raises(fd.PlanError, match="the split '0', a OfSomeSamples, returns other values than the plain"):
+        model(batch).mean().backward()
+    assert time.monotonic() - begin < 8
+    if above == {0, 1}:
+        assert all_gather_json(here, "they go on", 1) == [1] * 4

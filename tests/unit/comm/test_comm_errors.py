@@ -25,7 +25,9 @@ from farandole.core.vocabulary.errors import Stalled
 )
 def test_the_time_out_that_was_waited_for_is_named(said: str, seconds: str) -> None:
     sockets = SimpleNamespace(shut_down=False)
-    world = cast("World", SimpleNamespace(timeout_seconds=600.0, job_rank=1, sockets=sockets))
+    world = cast(
+        "World", SimpleNamespace(timeout_seconds=600.0, job_rank=1, sockets=sockets, find_refusal=lambda: None)
+    )
     problem = translate_error(RuntimeError(said), world, "all-reduce", bucket=2)
     assert isinstance(problem, Stalled)
     assert f"no answer within {seconds} s" in str(problem)

@@ -3,6 +3,10 @@
 [Note: one translation] Every call of torch's store and of its groups is made inside `translated`. A rank that is
 gone shows up at whichever call comes next, and a job that goes on after a failure (an elastic one, or a user's own
 loop) decides by the kind of error. A style test finds the calls that are outside.
+
+[Note: a refusal of some] A proof may fail on some ranks, while the others wait for them in a later exchange and
+would only see that they are gone. So those that refuse leave the refusal in the store and, if the others do not
+come to one of their own soon, shut all connections but the store's: who waits then finds it, and raises the same.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ...core.failures.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
-from ...core.vocabulary.errors import CommError, PeerLost, Stalled
+from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 from .socket_abort import SocketAborter
 
 _ENDED = "this generation of ranks has ended: one of them is gone"
@@ -41,6 +45,9 @@ class Member(Protocol):
 
     @property
     def sockets(self) -> SocketAborter:
+        """See `World`."""
+
+    def find_refusal(self) -> PlanError | None:
         """See `World`."""
 
 
@@ -73,8 +80,8 @@ def refuse_if_ended(world: Member, operation: str, *, bucket: int | None = None)
 
 def translate_error(
     problem: RuntimeError, world: Member, operation: str, *, bucket: int | None = None
-) -> CommError:
-    """Turn a failure of the backend into ours: which ranks are gone or late, as far as it knows."""
+) -> CommError | PlanError:
+    """Turn a failure of the backend into ours: which ranks are gone or late, as far as it knows, or a refusal."""
     kind: type[CommError] = PeerLost
     text, remedy = str(problem), "look for the first failure among the other ranks"
     if world.sockets.shut_down:
@@ -89,4 +96,5 @@ def translate_error(
         what = "another rank closed its connection"
     else:
         kind, what, remedy = CommError, first_line(problem), ""
-    return kind(what, rank=world.job_rank, operation=operation, bucket=bucket, remedy=remedy)
+    refusal = None if kind is CommError or world.sockets.shut_down else world.find_refusal()
+    return refusal or kind(what, rank=world.job_rank, operation=operation, bucket=bucket, remedy=remedy)

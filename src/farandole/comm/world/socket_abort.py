@@ -17,6 +17,8 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import torch.distributed as dist
+
 from ...core.host.open_sockets import Key, borrowed, open_sockets
 from ...core.host.others_sockets import sockets_of_other_threads
 
@@ -61,15 +63,16 @@ class SocketAborter:
         if self.shut_down:
             self.shut()
 
-    def shut(self) -> int:
-        """End all traffic of the world; return how many connections were shut."""
+    def shut(self, *, but: dist.Store | None = None) -> int:
+        """End all traffic of the world, but that of a store; return how many connections were shut."""
+        port = None if but is None else _port_of(but)
         with self._lock:
             self.shut_down = True
             now = open_sockets()
             mine = self._known & now
             for mark in self._before:
                 mine |= _opened_since(mark, now)
-            return sum(_shut(descriptor) for descriptor, _ in mine)
+            return sum(_shut(descriptor, but=port) for descriptor, _ in mine)
 
 
 def _opened_since(mark: tuple[set[Key], weakref.WeakSet[socket.socket]], now: set[Key]) -> set[Key]:
@@ -85,13 +88,20 @@ def _end_with_this_program(descriptor: int) -> None:
         os.set_inheritable(descriptor, False)
 
 
-def _shut(descriptor: int) -> bool:
-    """Shut a connection, not a listener: a wait for new connections is not blocked by a peer."""
+def _port_of(store: dist.Store) -> int | None:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "port", None)
+
+
+def _shut(descriptor: int, *, but: int | None = None) -> bool:
+    """Shut a connection, not a listener: none of port `but`; a wait for new ones is not blocked by a peer."""
     try:
         with borrowed(descriptor) as ours:
             if ours.family not in (socket.AF_INET, socket.AF_INET6):
                 return False
-            ours.getpeername()
+            if but in (ours.getpeername()[1], ours.getsockname()[1]):
+                return False
             ours.shutdown(socket.SHUT_RDWR)
     except OSError:
         return False

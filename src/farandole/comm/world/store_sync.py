@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,19 +19,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...core.vocabulary.errors import CommError, Mismatch, Stalled
+from ...core.vocabulary.errors import CommError, Mismatch, PlanError, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
 from .comm_errors import refuse_if_ended, translate_error
 from .world import World
 
+_SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.25
 Fact = tuple[str, Any]
 """What is compared: a label for messages, and a JSON value."""
 
 
-def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
+def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool = False) -> list[Any]:
     """Return what every rank said under `topic`, by rank. `mine` is a JSON value.
 
-    Must be called by all ranks. Raises `Stalled` naming the ranks that did not within the time-out.
+    Must be called by all ranks. Raises `Stalled` naming the ranks that did not within the time-out, and, with
+    `may_be_refused`, the `PlanError` by which another rank has refused its forward pass meanwhile.
     """
     refuse_if_ended(world, topic)
     if world.store is None:
@@ -39,7 +42,10 @@ def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
     try:
         world.store.set(keys[world.rank], json.dumps(mine))
-        world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
+        if may_be_refused:
+            _wait(world, world.store, keys)
+        else:
+            world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
         raise nobody_answered(world, world.store, topic, keys, problem) from None
@@ -49,6 +55,21 @@ def all_gather_json(world: World, topic: str, mine: Any) -> list[Any]:
         with suppress(RuntimeError):  # a store that is gone is noticed by who needs it
             world.store.delete_key(f"{name}/{int(count) - 1}/{world.rank}")
     return said
+
+
+def _wait(world: World, store: dist.Store, keys: list[str]) -> None:
+    """Wait for `keys`, or for a refusal, which is raised. See [Note: a refusal of some] in `comm_errors`.
+
+    By asking: a wait of the store for a short time ends with a warning of torch's on the terminal.
+    """
+    begin = time.monotonic()
+    while not store.check(keys):
+        waited = time.monotonic() - begin
+        if waited > world.timeout_seconds:
+            raise RuntimeError(f"timed out after {world.timeout_seconds:g} s")
+        if (refusal := world.find_refusal()) is not None:
+            raise refusal
+        time.sleep(min(_LONGEST_NAP_SECONDS, max(_SHORTEST_NAP_SECONDS, waited / 4)))
 
 
 def decide_on_first(world: World, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
@@ -133,7 +154,7 @@ def require_equal(world: World, operation: str, what: str, values: Sequence[Any]
 
 def nobody_answered(
     world: World, store: dist.Store, topic: str, keys: Sequence[str], problem: RuntimeError
-) -> CommError:
+) -> CommError | PlanError:
     """Return the error of a wait for `keys`, one a rank from rank 0 on, that ended in `problem`."""
     missing: list[int] = []
     if not world.sockets.shut_down:

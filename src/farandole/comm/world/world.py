@@ -6,6 +6,8 @@ time; after `close` the next one can be made, any number of times in a process.
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from ...core.host.uncaught import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
-from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.errors import ConfigError, PlanError
 from .comm_errors import translated
 from .process_groups import ProcessGroups, build_time, new_part_group, set_patience
 from .rendezvous import forget_generation
@@ -24,6 +26,22 @@ from .session import Session
 from .socket_abort import SocketAborter
 
 DEFAULT_TIMEOUT_SECONDS = 600.0
+_OWN_SECONDS = 2.0
+"""For the others to come to a refusal of their own."""
+_TELL_SECONDS = 10.0
+"""For those that were freed to find this one."""
+
+
+@dataclass
+class _Refusals:
+    """What this rank knows of refusals of the job."""
+
+    count: int = 0
+
+    @property
+    def key(self) -> str:
+        """Where the next one will be."""
+        return f"refusal/{self.count}"
 
 
 @dataclass(eq=False)
@@ -158,6 +176,20 @@ class World(MeshPlace):
         with suppress(ValueError):  # it is gone already: all of them go with the default group
             dist.destroy_process_group(group)
 
+    def find_refusal(self) -> PlanError | None:
+        """Return the refusal that a rank of the job left for all, once; None if there is none."""
+        job = current.world
+        if job is None or job.store is None:
+            return None
+        known = job.session.keep(_Refusals, _Refusals)
+        with suppress(RuntimeError):
+            if job.store.check([known.key]):
+                message, remedy = json.loads(job.store.get(known.key))
+                job.store.add(f"{known.key}/known", 1)
+                known.count += 1
+                return PlanError(message, remedy=remedy)
+        return None
+
     def topic(self, name: str) -> str:
         """Return a key prefix of the store that is fresh on every use and the same on all ranks."""
         return self.groups.topic(name)
@@ -253,6 +285,22 @@ def world() -> World:
 def has_world() -> bool:
     """Return whether `connect` has made a world that is still open, in this process."""
     return current.world is not None
+
+
+def refused_by_all(refusal: PlanError) -> PlanError:
+    """Return what all ranks raise where this one refuses. See [Note: a refusal of some] in `comm_errors`."""
+    here = world()
+    if here.store is not None:
+        key = here.session.keep(_Refusals, _Refusals).key
+        with suppress(RuntimeError):  # the store is gone: another rank has ended, and says why
+            here.store.compare_set(key, "", json.dumps([refusal.message, refusal.remedy]))
+            refusal = here.find_refusal() or refusal
+            shut_at, end = time.monotonic() + _OWN_SECONDS, time.monotonic() + _OWN_SECONDS + _TELL_SECONDS
+            while here.store.add(f"{key}/known", 0) < here.size and time.monotonic() < end:
+                if time.monotonic() > shut_at and not here.sockets.shut_down:
+                    here.sockets.shut(but=here.store)
+                time.sleep(0.01)
+    return refusal
 
 
 def escape() -> None:

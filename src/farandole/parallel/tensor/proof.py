@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten
 from ...comm.device.untraced import untraced
 from ...comm.messages.element_bytes import bytes_of
 from ...comm.world.store_sync import all_gather_json
+from ...comm.world.world import refused_by_all
 from ...core.vocabulary.errors import PlanError
 from ..changed_class import plain_class_of
 from ..split import Split, split_of
@@ -67,11 +68,14 @@ class Proofs:
 
     @untraced
     def prove(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Entrants:
-        """Prove `unit` on an input; raise `PlanError` on all ranks of the group if it fails on one."""
+        """Prove `unit` on an input; raise `PlanError` on all ranks if it fails on one."""
         self.waiting.discard(name)
         key = _kind_of(unit)
         if key not in self.proven:
-            self.proven[key] = self._compare(name, unit, args, kwargs)
+            try:
+                self.proven[key] = self._compare(name, unit, args, kwargs)
+            except PlanError as refusal:
+                raise refused_by_all(refusal) from None
         return self.proven[key]
 
     def _compare(self, name: str, unit: nn.Module, args: Any, kwargs: Any) -> Entrants:
