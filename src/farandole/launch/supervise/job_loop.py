@@ -4,7 +4,7 @@
 accounts, then SIGTERM and SIGKILL half a second later; exit code of the first cause. SIGINT to the launcher is
 passed on, with time to end well, then SIGTERM, then SIGKILL. SIGTERM, or the loss of its terminal, is SIGTERM to
 the ranks: those that listen save and end, in the time of ``--grace``, then SIGKILL. Another signal kills at once;
-but a second SIGTERM within some seconds is the same one, by another way. Exit code 128 + signal. SIGUSR1 is passed
+but a second of these within some seconds is the same, by another way. Exit code 128 + signal. SIGUSR1 is passed
 on and ends nothing. However a job ends, every process group is gone and the port is free.
 """
 
@@ -34,7 +34,7 @@ ANNOUNCE_SECONDS = 1.0
 INTERRUPT_SECONDS = 3.0
 """From a passed-on signal to SIGTERM."""
 SAME_SECONDS = 5.0
-"""A second SIGTERM within this time is the first one again: a scheduler signals launcher and ranks, or twice."""
+"""SIGTERM or SIGHUP within this time after the first is the same: a scheduler signals launcher and ranks, or twice."""
 LEAVE_SECONDS = 2.0
 """After SIGKILL, for a host to say that its ranks are gone."""
 _TURN_SECONDS = 0.1
@@ -226,11 +226,8 @@ class JobLoop:
 
     def _signalled(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if (
-            number == signal.SIGTERM
-            and self._signals == [number]
-            and now - self._first_signal_seconds < SAME_SECONDS
-        ):
+        is_soon = now - self._first_signal_seconds < SAME_SECONDS
+        if is_soon and self._signals and signal.SIGINT not in (number, self._signals[0]):
             return
         self._signals.append(number)
         self._stopping = True
