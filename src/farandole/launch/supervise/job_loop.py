@@ -34,7 +34,7 @@ ANNOUNCE_SECONDS = 1.0
 INTERRUPT_SECONDS = 3.0
 """From a passed-on signal to SIGTERM."""
 SAME_SECONDS = 5.0
-"""SIGTERM or SIGHUP within this time after the first is the same: a scheduler signals launcher and ranks, or twice."""
+"""SIGTERM or SIGHUP within this time after the first is the same: launcher and ranks are signalled, or twice."""
 LEAVE_SECONDS = 2.0
 """After SIGKILL, for a host to say that its ranks are gone."""
 _TURN_SECONDS = 0.1
