@@ -10,7 +10,6 @@ from farandole.bench.models.bert import Bert
 from farandole.bench.models.cnn import SmallCNN
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
-from farandole.bench.models.small import ManySmall
 from farandole.bench.models.vgg import vgg16
 from farandole.bench.step.model_names import MODELS
 from farandole.bench.step.workloads import WORKS, parameters_of
@@ -58,17 +57,6 @@ def test_language_model_size() -> None:
     embeddings, block = (256 + 64) * 64, 12 * 64 * 64 + 13 * 64
     assert count(model) == embeddings + 2 * block + 2 * 64, "the output has no weights of its own"
     assert model(torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, 256)
-
-
-def test_many_small_parameters() -> None:
-    model = ManySmall(2000)
-    parameters = list(model.parameters())
-    assert len(parameters) == 2000
-    assert {tuple(p.shape) for p in parameters} == {(16, 16), (16,)}
-    assert model(torch.zeros(4, 16)).shape == (4, 16)
-    assert len(list(ManySmall(7).parameters())) == 7
-    model(torch.randn(4, 16)).square().mean().backward()
-    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in parameters)
 
 
 @pytest.mark.parametrize(

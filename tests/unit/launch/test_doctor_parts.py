@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -252,11 +253,16 @@ def test_a_command_that_does_not_exist() -> None:
     assert "cannot start '/no/such/shell'" in facts.unreachable[0].cause
 
 
+def ask(channel: HostChannel, what: str, seconds: float) -> Any:
+    channel.send({"type": what})
+    return channel.receive(time.monotonic() + seconds)
+
+
 def test_a_host_that_never_answers_is_given_up() -> None:
     channel = HostChannel(target("import time; time.sleep(60)"))
     begin = time.monotonic()
     with pytest.raises(ProbeLost, match="it does not answer"):
-        channel.ask({"type": "facts"}, 0.3)
+        ask(channel, "facts", 0.3)
     channel.close()
     assert time.monotonic() - begin < 5
 
@@ -265,7 +271,7 @@ def test_a_probe_leaves_by_itself_when_its_pipe_ends(tmp_path: Path) -> None:
     left = tmp_path / "left"
     line = f"{sys.executable} -m farandole.launch.doctor.probe.probe; echo $? > {left}"
     channel = HostChannel(Target("here", "", ["/bin/sh", "-c", line]))
-    assert channel.ask({"type": "clock"}, 20.0)["type"] == "answer"
+    assert ask(channel, "clock", 20.0)["type"] == "answer"
     channel.close()
     assert left.read_text() == "0\n", "it was killed"
 
@@ -277,7 +283,7 @@ def test_a_shell_that_writes_much_to_stderr_is_read_at_once() -> None:
     )
     channel = HostChannel(target(code))
     begin = time.monotonic()
-    assert channel.ask({"type": "clock"}, 20.0)["type"] == "answer"
+    assert ask(channel, "clock", 20.0)["type"] == "answer"
     assert time.monotonic() - begin < 4.0, "a pipe's 64 KiB a second"
     channel.close()
 

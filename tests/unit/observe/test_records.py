@@ -44,8 +44,9 @@ from farandole.core.vocabulary.events import (
 from farandole.observe.figures.summary import summarise
 from farandole.observe.format.phases import divide, step_seconds
 from farandole.observe.format.rows import StepRow
+from farandole.observe.read import timeline_reader
 from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
-from farandole.observe.read.timeline_reader import read_events, stream
+from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.record import host_sampler, other_work
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.host_sampler import HostSampling
@@ -105,7 +106,8 @@ def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
     for name in BucketTimes.__dataclass_fields__:
         assert getattr(exchange.buckets[0], name) == pytest.approx(getattr(want, name), abs=2e-6), name
     assert second.data_seconds == pytest.approx(0.01, abs=2e-6)
-    assert [type(record).__name__ for record in stream(tmp_path / "events-rank0.jsonl")] == [
+    records = timeline_reader._lines(tmp_path / "events-rank0.jsonl", lambda _: True)
+    assert [type(record).__name__ for _, record in records] == [
         "Started", "ClockOffset", "BucketLayout", "StepRow", "Sample", "Sample", "Traffic", "Traffic",
         "DevicePhases", "StepRow",
     ]  # fmt: skip

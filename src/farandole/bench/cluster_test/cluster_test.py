@@ -32,7 +32,6 @@ class Proof:
     ranks: int = 0
     hosts: int = 0
     bits_per_second: float | None = None
-    expected_bits_per_second: float | None = None
     failure: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -67,10 +66,10 @@ def prove(words: Sequence[str], *, seconds: float, expected: float | None, share
     if code == ConfigError.exit_code:
         raise ConfigError(refusal(output))
     if code or result is None:
-        return Proof([], expected_bits_per_second=expected, failure=account_of(code, output), seconds=passed)
+        return Proof([], failure=account_of(code, output), seconds=passed)
     rate = result["bits_per_second"]
     checks = [*result["checks"], check_rate(rate, expected, shared_cores=shared_cores)]
-    return Proof(checks, result["ranks"], result["hosts"], rate, expected, seconds=passed)
+    return Proof(checks, result["ranks"], result["hosts"], rate, seconds=passed)
 
 
 def check_rate(rate: float | None, expected: float | None, *, shared_cores: bool) -> dict[str, Any]:

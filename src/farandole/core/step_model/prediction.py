@@ -103,11 +103,6 @@ class StepPrediction:
     """Forward and backward, with the CPU time that communication takes from them."""
     sent_bytes: float
 
-    @property
-    def exposed_seconds(self) -> float:
-        """Communication that no computation hides."""
-        return self.seconds - self.compute_seconds
-
 
 def predict_step(profile: StepProfile, link: LinkModel, plan: BucketPlan) -> StepPrediction:
     """Return what a step takes. See [Note: the model of a step].

@@ -24,9 +24,3 @@ def largest_normal(ranks: int) -> float:
     count = round(2 * _REACH / _STEP)
     places = [-_REACH + i * _STEP for i in range(count + 1)]
     return _STEP * math.fsum(x * ranks * _NORMAL.pdf(x) * _NORMAL.cdf(x) ** (ranks - 1) for x in places)
-
-
-@cache
-def harmonic(ranks: int) -> float:
-    """Return 1 + 1/2 + ... + 1/`ranks`: the mean of the largest of so many exponential numbers of mean 1."""
-    return math.fsum(1 / each for each in range(1, ranks + 1))

@@ -65,8 +65,6 @@ class Discovery:
     hosts: dict[str, int] = field(default_factory=dict)
     answered: bool = False
     """Whether `hosts` is known."""
-    trouble: str = ""
-    """What the last run of the script failed with; empty when it worked."""
     _running: subprocess.Popen[bytes] | None = None
     _text: bytes = b""
     _started_at: float = 0.0
@@ -95,7 +93,7 @@ class Discovery:
         except (OSError, ValueError) as problem:
             self._failed(str(problem), now)
             return False
-        self._failing_since, self.trouble = None, ""
+        self._failing_since = None
         return self._take(found)
 
     def close(self) -> None:
@@ -152,7 +150,6 @@ class Discovery:
     def _failed(self, why: str, now: float) -> None:
         if self._running is not None:
             self._end()
-        self.trouble = why
         if not self.answered:
             raise ConfigError(
                 f"host discovery script {str(self.script)!r} failed: {why}",

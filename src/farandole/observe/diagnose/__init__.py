@@ -10,12 +10,12 @@ in a training process, and no cause is guessed that the records do not show. Pag
 """
 
 from .comparison import Comparison, compare
-from .facts.finding import BOUNDS, KINDS, Diagnosis, Finding, Fix, Gain
+from .facts.finding import KINDS, Diagnosis, Finding, Fix, Gain
 from .measured_step import measured_step
 from .text import to_text
 from .verdict import diagnose
 
 __all__ = [
-    "BOUNDS", "KINDS", "Comparison", "Diagnosis", "Finding", "Fix", "Gain", "compare", "diagnose",
+    "KINDS", "Comparison", "Diagnosis", "Finding", "Fix", "Gain", "compare", "diagnose",
     "measured_step", "to_text",
 ]  # fmt: skip

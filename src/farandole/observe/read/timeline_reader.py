@@ -93,22 +93,11 @@ class RankTimeline:
 Record = StepRow | ThinnedRow | Sample | Setup | Traffic | ClockOffset | BucketLayout | DevicePhases
 
 
-def stream(path: Path, *, wanted: Callable[[int], bool] | None = None) -> Iterator[Started | Record | str]:
-    """Yield a file's records one by one, first who it is of; for a line that cannot be read, why, as a text.
+def _lines(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
+    """Yield the records one by one, each with the file's version; for a line that cannot be read, why, as a text.
 
     Holds one line at a time. Steps that are not `wanted` come without their buckets, in much less time.
-
-    Raises `DataError` when there is no such file, nothing in it says whose it is, or it is of a newer version.
     """
-    records = _lines(path, wanted)
-    _, started = next(records)
-    yield started
-    for _, record in records:
-        yield record
-
-
-def _lines(path: Path, wanted: Callable[[int], bool] | None = None) -> Iterator[tuple[int, Any]]:
-    """Yield the records, each with the file's version."""
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             version, started = _read_header(path, file.readline(_LONGEST_LINE))
@@ -143,7 +132,7 @@ def read_events(
         counts: fill `RankTimeline.counts`.
 
     Raises:
-        DataError: as `stream` does.
+        DataError: there is no such file, nothing in it says whose it is, or it is of a newer version.
     """
     sample: StepSample | None = None
 
@@ -183,7 +172,7 @@ def read_events(
 def read_tail(path: Path, byte_count: int) -> RankTimeline | None:
     """Read what stands in the last `byte_count` bytes of one rank's events, which may be growing.
 
-    Returns None while nothing says yet whose they are. Raises `DataError` as `stream` does.
+    Returns None while nothing says yet whose they are. Raises `DataError` as `read_events` does.
     """
     try:
         with path.open("rb") as file:

@@ -86,7 +86,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     cuts = plan_tensor(model, plan, mesh)
     recipe, units, places = cuts.recipe, cuts.units, cuts.places
     ranks = tensor_ranks(mesh)
-    cutter = Cutter(model, recipe, ranks, optimizers)
+    cutter = Cutter(model, ranks, optimizers)
     for name, part in recipe.parts.items():
         if part.kind != "whole":
             cutter.cut(name, part, places.of[name])

@@ -89,10 +89,8 @@ def _refuse_ties(model: nn.Module, recipe: TensorRecipe) -> None:
 class Cutter:
     """Cuts the layers of one model."""
 
-    def __init__(
-        self, model: nn.Module, recipe: TensorRecipe, ranks: TensorRanks, optimizers: Sequence[Optimizer]
-    ) -> None:
-        self.model, self.recipe, self.ranks, self.optimizers = model, recipe, ranks, list(optimizers)
+    def __init__(self, model: nn.Module, ranks: TensorRanks, optimizers: Sequence[Optimizer]) -> None:
+        self.model, self.ranks, self.optimizers = model, ranks, list(optimizers)
 
     def cut(self, name: str, part: LayerPart, place: LayerPlace) -> None:
         """Cut the layer `name`, which is at `place` in its unit."""

@@ -54,7 +54,6 @@ class PipelineStep:
     """The same if nothing had to travel."""
     busiest: int
     """The rank that works longest."""
-    rank_of_stage: tuple[int, ...]
 
 
 def whole_model(profile: ModelProfile) -> list[StageUnits]:
@@ -207,7 +206,7 @@ def pipeline_step(times: Sequence[StageTimes], layout: RunLayout) -> PipelineSte
     busy = [0.0] * ranks
     for stage, each in enumerate(key):
         busy[owners[stage]] += each.compute_seconds
-    return PipelineStep(seconds, free, max(range(ranks), key=busy.__getitem__), owners)
+    return PipelineStep(seconds, free, max(range(ranks), key=busy.__getitem__))
 
 
 @lru_cache(maxsize=4096)

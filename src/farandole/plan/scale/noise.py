@@ -4,8 +4,8 @@
 there are: the mean of the largest of N factors. Noise of a rank is one factor a step, independent of the other
 ranks and of other steps. With Gaussian tails the largest of N is e_N standard deviations above the mean, with
 exponential tails H_N - 1 (David and Nagaraja, "Order Statistics", 2003, sections 4.2 and 4.6); Gaussian tails are
-optimistic for machines that pause. Measured times are resampled: the mean of the largest of N draws is a sum over
-the sorted times, so nothing is drawn.
+optimistic for machines that pause. Measured times are resampled: their quantiles are those of the sorted times, so
+nothing is drawn.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Final, Literal
 
-from ...core.step_model.slowest import harmonic, largest_normal
 from ...core.vocabulary.errors import ConfigError
 
 Tail = Literal["gaussian", "exponential", "measured"]
@@ -73,16 +72,6 @@ class Noise:
     def largest_quantile(self, probability: float, ranks: int) -> float:
         """Return the factor that the largest of `ranks` factors stays below with `probability`."""
         return self.quantile(probability ** (1 / ranks))
-
-    def largest_mean(self, ranks: int) -> float:
-        """Return the mean of the largest of `ranks` factors. See [Note: the slowest of many]."""
-        if self.tail == "measured" and not self.is_none:
-            count = len(self.measured)
-            return math.fsum(
-                each * (((i + 1) / count) ** ranks - (i / count) ** ranks) for i, each in enumerate(self.measured)
-            )
-        above = largest_normal(ranks) if self.tail == "gaussian" else harmonic(ranks) - 1
-        return 1 + self.share * above
 
 
 def largest_of(noise: Noise, groups: Sequence[tuple[int, float]], probability: float) -> float:

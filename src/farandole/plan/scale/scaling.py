@@ -60,7 +60,6 @@ class ScalePoint:
     """Share of the time that is work that is kept; 1 without failures."""
     failure_seconds: float | None = None
     """Mean time between failures of the job; None: none are counted."""
-    checkpoint_every_seconds: float | None = None
 
     @property
     def predicted_seconds(self) -> float:
@@ -273,7 +272,6 @@ class _Size:
                 point,
                 goodput=failures.goodput(self.ranks),
                 failure_seconds=failures.between_seconds(self.ranks),
-                checkpoint_every_seconds=failures.interval_seconds(self.ranks),
             )
         return point, [*prediction.warnings, *placed.warnings]
 

@@ -33,11 +33,6 @@ class StageWork:
     send_seconds: float = 0.0
     """To bring its output to the next stage, or the gradient back."""
 
-    @property
-    def compute_seconds(self) -> float:
-        """Forward and backward."""
-        return self.forward_seconds + self.backward_input_seconds + self.backward_weight_seconds
-
 
 class GradientBucket(NamedTuple):
     """One bucket of gradients of a rank."""

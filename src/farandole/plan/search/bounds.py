@@ -43,7 +43,6 @@ class Bounds:
         self._parameters = profile.parameters
         self._experts = sum(unit.count * unit.expert.parameters for unit in units if unit.expert)
         self._divided = sum(unit.count * unit.tensor.parameters for unit in units if unit.tensor)
-        self._frozen_bytes = sum(unit.count * unit.frozen_bytes for unit in units)
         self._saved = sum(unit.count * unit.saved_bytes for unit in units)
         self._sums = sum(
             unit.count * 2 * unit.tensor.forward_sums * unit.tensor.sum_bytes for unit in units if unit.tensor

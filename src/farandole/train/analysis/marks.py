@@ -35,7 +35,6 @@ class Marks:
     """Modules in which a layer by rows follows one by columns: attention between them is divided."""
     experts: dict[nn.Module, int] = field(default_factory=dict)
     """Modules that hold all experts of a layer, with how many these are."""
-    recipe: TensorRecipe = field(default_factory=TensorRecipe)
     names: dict[nn.Module, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -61,7 +60,6 @@ def find_marks(model: nn.Module) -> Marks:
         marks.notes.append(str(error))
         return marks
     units = find_units(model, recipe)
-    marks.recipe = recipe
     for name, part in recipe.parts.items():
         if part.kind != "whole":
             marks.layers[model.get_submodule(name)] = part

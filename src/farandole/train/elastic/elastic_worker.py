@@ -180,10 +180,6 @@ class ElasticWorker:
         """Call `listener` with the launcher's time and the kind of change when hosts come or go, in its thread."""
         self._listeners.append(listener)
 
-    def remove_listener(self, listener: Callable[[float, int], None]) -> None:
-        """Call it no longer."""
-        self._listeners.remove(listener)
-
     # -- the listening thread --------------------------------------------------------------------
 
     def _heard(self, frame: Frame | None) -> None:

@@ -62,9 +62,6 @@ class Sampler:
         passed, thread, process, carried = (now - then for now, then in zip(self._counts, before, strict=True))
         quiet = thread < _BUSY_SHARE * passed and process < _PROCESS_SHARE * passed and carried < _CARRIED_BYTES
         self._at_rest = self._at_rest + 1 if quiet else 0
-        self._thread_is_busy = thread >= _BUSY_SHARE * passed
-
-    _thread_is_busy = False
 
     def position(self, rank: int, step: int) -> Position:
         """Return where the thread stands, by the samples so far."""

@@ -82,11 +82,6 @@ class HostChannel:
                 raise self._ended()
         return self._inbox.pop(0)
 
-    def ask(self, question: Message, seconds: float) -> Message:
-        """Send a question and return its answer."""
-        self.send(question)
-        return self.receive(time.monotonic() + seconds)
-
     def close(self) -> None:
         """End the probe. May be called twice."""
         self._link.close("done")

@@ -42,12 +42,6 @@ KINDS: Mapping[str, str] = {
 }
 """Every kind of finding, and what it means."""
 
-BOUNDS = (
-    "compute", "communication", "input", "straggler", "memory", "launch", "pauses", "script",
-    "pipeline", "unknown",
-)  # fmt: skip
-"""What a run can be bound by."""
-
 
 @dataclass(frozen=True)
 class Gain:

@@ -65,11 +65,6 @@ class LinkObservation:
         """Bytes of a usual bucket."""
         return statistics.median([bucket.nbytes for bucket in self.buckets])
 
-    @property
-    def latency_seconds(self) -> float:
-        """Latency of all rounds of an exchange."""
-        return sum(bucket.rounds for bucket in self.buckets) * self.link.latency_seconds
-
     def exposed_with_codec(self, ratio: float, codec_seconds_per_byte: float = 0.0) -> float:
         """Return the exposed time with `ratio` times the bytes, made by a codec before each bucket leaves."""
         return self._exposed_with([bucket.coded(ratio, codec_seconds_per_byte) for bucket in self.buckets])
