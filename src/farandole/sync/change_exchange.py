@@ -99,7 +99,7 @@ class ChangeExchange:
         plain = {name: each for name, each in changes.items() if name not in is_coded}
         means = self._exact(plain, factor)
         all_finite = all(is_finite(each) for each in means.values())
-        self.sent_bytes = round(sum(map(_nbytes, plain.values())) * self._sent_share)
+        self.sent_bytes = round(sum(tensor.nbytes for tensor in plain.values()) * self._sent_share)
         if coded:
             session = self._sessions[meeting.fragment]
             found = session.mean(coded)
@@ -208,7 +208,3 @@ def digest_of(tensors: Sequence[torch.Tensor]) -> int:
 
 def _digest(text: bytes) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:_DIGEST_BYTES], "big")
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.nbytes

@@ -97,7 +97,7 @@ class LockStepExchange:
 
     def reload(self) -> None:
         """See `ReplicaExchange`."""
-        names = self._names()
+        names = [name for name, _ in self._replicas[0].model.named_parameters()]
         saved = [saved_state.export(bucket.coded, names) for bucket in self._buckets]
         for replica in self._replicas:
             replica.renew(self._device)
@@ -108,9 +108,6 @@ class LockStepExchange:
     def residuals(self) -> list[list[torch.Tensor]]:
         """See `ReplicaExchange`."""
         return [bucket.coded.unsent() for bucket in self._buckets]
-
-    def _names(self) -> list[str]:
-        return [name for name, _ in self._replicas[0].model.named_parameters()]
 
     def _make_buckets(self) -> None:
         self._buckets: list[DeviceCodedBucket] = []

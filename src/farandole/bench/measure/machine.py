@@ -26,7 +26,7 @@ def machine_facts() -> dict[str, Any]:
             versions[package] = "not installed"
     return {
         "when": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "processor": _processor(),
+        "processor": _named("model name", _CPUINFO) or platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "congestion_control": congestion_control(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -62,10 +62,6 @@ def has_16_bits(cpuinfo: Path = _CPUINFO) -> bool:
     """
     flags = _named("flags", cpuinfo).split()
     return not flags or any(flag.startswith(("avx512", "avx10", "avx_ne_convert")) for flag in flags)
-
-
-def _processor() -> str:
-    return _named("model name", _CPUINFO) or platform.processor() or platform.machine()
 
 
 def _named(name: str, cpuinfo: Path) -> str:

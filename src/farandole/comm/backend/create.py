@@ -142,7 +142,7 @@ def _connect(world: World, names: tuple[int, ...], hosts: Sequence[int], store: 
         shared = _shared(world, names)
         if shared is not None:
             return group(shared, CallQueue(None, shared.close), shared.close)
-        transport = _transport(world, names)
+        transport = FrameTransport(world, timeout_seconds=world.timeout_seconds, names=names)
         inside, groups = _inside(world, names, hosts)
         if inside is None or groups is None:
             return group(MessageExchange(transport, names), CallQueue(transport))
@@ -175,10 +175,6 @@ def _inside(
         return HostExchange(world, peers, [names[peer.rank] for peer in peers], world.timeout_seconds), groups
     except Unavailable:
         return None, None
-
-
-def _transport(world: World, names: tuple[int, ...]) -> FrameTransport:
-    return FrameTransport(world, timeout_seconds=world.timeout_seconds, names=names)
 
 
 class _Alone:

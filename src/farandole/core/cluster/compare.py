@@ -59,12 +59,7 @@ def compare_clusters(before: Cluster, after: Cluster) -> list[FigureChange]:
     Tiers are matched by name, and rates of computation by precision and size.
     """
     one, other = dict(figures_of(before)), dict(figures_of(after))
-    return [FigureChange(path, one.get(path), other.get(path)) for path in [*one, *_set_apart(one, other)]]
-
-
-def _set_apart(one: Mapping[str, Coefficient], other: Mapping[str, Coefficient]) -> list[str]:
-    """Return what is only in `other`, in its order."""
-    return [path for path in other if path not in one]
+    return [FigureChange(path, one.get(path), other.get(path)) for path in {**one, **other}]
 
 
 def figures_of(cluster: Cluster) -> Iterator[tuple[str, Coefficient]]:

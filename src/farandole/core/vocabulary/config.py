@@ -132,7 +132,7 @@ def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = Config
 
 def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigError] = ConfigError) -> Any:
     """Return `value` as the type `hint` of the field `name`; raise `error`, with `where`, if it is none."""
-    options = typing.get_args(hint) if _is_union(hint) else (hint,)
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
     if type(None) in options and (value is None or value == "none"):
         return None
     for option in options:
@@ -211,7 +211,3 @@ def _hints(kind: Any) -> tuple[tuple[str, Any, Any], ...]:
     """Return name, type and default of each field."""
     hints = typing.get_type_hints(kind)
     return tuple((each.name, hints[each.name], each.default) for each in dataclasses.fields(kind))
-
-
-def _is_union(hint: Any) -> bool:
-    return typing.get_origin(hint) in (typing.Union, types.UnionType)

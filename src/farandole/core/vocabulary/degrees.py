@@ -230,7 +230,7 @@ def degrees_of(plan: HasDegrees, size: int) -> Degrees:
         if size % product:
             raise PlanError(
                 f"plan: {written} needs a multiple of {product} ranks, but there are {size}",
-                remedy=f"start {_nearest(size, product)} ranks, or change the degrees",
+                remedy=f"start {max(product, size // product * product)} ranks, or change the degrees",
             )
         sizes[rest[0]] = size // product
     elif product != size:
@@ -239,10 +239,6 @@ def degrees_of(plan: HasDegrees, size: int) -> Degrees:
             remedy=f'start {product} ranks, or leave one degree to the others: data = "rest"',
         )
     return Degrees(**sizes)
-
-
-def _nearest(size: int, product: int) -> int:
-    return max(product, size // product * product)
 
 
 def is_unequal(balance: str) -> bool:

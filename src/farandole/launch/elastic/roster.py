@@ -257,7 +257,8 @@ class ElasticState:
     def _form(self, now: float) -> None:
         """No worker trains: make a generation of those that wait, if they are enough."""
         waiting = self._alive("ready")
-        if not self.current.number and self._alive("starting") and not self._waited_long(now):
+        has_time = now - self.began_at <= self.options.elastic_timeout_seconds
+        if not self.current.number and self._alive("starting") and has_time:
             return
         choice = choose(waiting, self.hosts or {}, self.options.max_ranks)
         if len(choice.members) < self.options.min_ranks:
@@ -325,9 +326,6 @@ class ElasticState:
             self._remove(worker, now)
             self._orders.append(Kill(worker.number))
         self._break(f"host {host} cannot be reached by {', '.join(missed_by)}", now)
-
-    def _waited_long(self, now: float) -> bool:
-        return now - self.began_at > self.options.elastic_timeout_seconds
 
     def _wait_for_more(self, have: int, now: float) -> None:
         least, limit = self.options.min_ranks, self.options.elastic_timeout_seconds

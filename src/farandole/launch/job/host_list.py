@@ -132,7 +132,8 @@ def select_hosts(hosts: Iterable[HostSlots], *, include: str | None, exclude: st
         elif slots:
             kept.append(replace(host, slots=len(slots), chosen=tuple(sorted(slots))))
     if not kept:
-        raise ConfigError(f"{option} {quoted(text)} leaves no host", remedy=f"the list has {_names(hosts)}")
+        names = ", ".join(host.name for host in hosts)
+        raise ConfigError(f"{option} {quoted(text)} leaves no host", remedy=f"the list has {names}")
     return kept
 
 
@@ -222,7 +223,3 @@ def _at_most(slots: int, where: str) -> int:
     if slots > MOST_SLOTS:
         raise ConfigError(f"{where} = {slots}: expected at most {MOST_SLOTS}")
     return slots
-
-
-def _names(hosts: Iterable[HostSlots]) -> str:
-    return ", ".join(host.name for host in hosts)

@@ -102,7 +102,8 @@ def _only(timeline: RankTimeline, first: int, last: int) -> RankTimeline:
     begin = rows[0].begin_seconds if rows else timeline.started.begin_seconds
     end = rows[-1].end_seconds if rows else begin
     wall = wall_seconds(timeline.started.wall_time)
-    later = "" if not wall else _iso(wall + begin - timeline.started.begin_seconds)
+    moved = wall + begin - timeline.started.begin_seconds
+    later = datetime.fromtimestamp(moved, timezone.utc).isoformat() if wall else ""
     return dataclasses.replace(
         timeline,
         started=dataclasses.replace(timeline.started, begin_seconds=begin, wall_time=later),
@@ -128,7 +129,3 @@ def wall_seconds(text: str) -> float:
     except ValueError:
         return 0.0
     return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
-
-
-def _iso(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).isoformat()

@@ -15,13 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import DataError
-from ...core.vocabulary.events import EXCHANGE, Sample
 from ...core.vocabulary.run_files import METRICS, RUN
 from ...core.vocabulary.units import format_seconds
 from ..figures.device_time import rows_of
 from ..figures.step_parts import own_waits
 from ..format.phases import step_seconds
-from ..format.rows import StepRow
 from ..read.run_end import how_it_failed, why_ended
 from ..read.run_reader import no_run, read_facts
 from ..read.timeline_reader import RankTimeline, read_tail
@@ -115,8 +113,9 @@ def read_state(run_directory: Path, now: float | None = None) -> RunState:
 
 
 def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
-    steps, sample = timeline.steps, _last_sample(timeline.samples)
-    seconds = sum(row.end_seconds - row.begin_seconds for row in steps)
+    steps, sample = timeline.steps, timeline.samples[-1] if timeline.samples else None
+    lengths = [row.end_seconds - row.begin_seconds for row in steps]
+    seconds = sum(lengths)
     parts: Counter[str] = Counter()
     rows = rows_of(timeline)
     for row in rows:
@@ -131,8 +130,8 @@ def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
         host=timeline.host,
         step=max(last.step if last else 0, thinned.last_step if thinned else 0),
         total_steps=next((row.total_steps for row in reversed(steps) if row.total_steps), None),
-        step_seconds=statistics.median(_lengths(steps)) if steps else None,
-        phase=_name_of(parts.most_common(1)[0][0]) if known and parts else "",
+        step_seconds=statistics.median(lengths) if steps else None,
+        phase=parts.most_common(1)[0][0] if known and parts else "",
         wait_share=sum(wait for wait, _ in waits) / seconds if known else None,
         data_share=sum(data for _, data in waits) / seconds if known else None,
         sent_bytes_per_second=sum(e.sent_bytes for row in steps for e in row.exchanges) / seconds
@@ -144,18 +143,6 @@ def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
         loss=losses[-1] if losses else None,
         silent_seconds=max(0.0, now - path.stat().st_mtime),
     )
-
-
-def _lengths(steps: Sequence[StepRow]) -> list[float]:
-    return [row.end_seconds - row.begin_seconds for row in steps]
-
-
-def _name_of(phase: str) -> str:
-    return "exchange" if phase == EXCHANGE else phase
-
-
-def _last_sample(samples: Sequence[Sample]) -> Sample | None:
-    return samples[-1] if samples else None
 
 
 def _read_metrics(run_directory: Path) -> dict[str, float]:

@@ -53,7 +53,10 @@ def render(answer: PlanAnswer, *, plan_name: str) -> str:
         advice=answer.advice,
         frontier=frontier_chart(answer),
         best=_best(answer, answer.best) if answer.best is not None else None,
-        families=[(each.name, each.status, _plan_of(each.option), each.reason) for each in answer.families],
+        families=[
+            (each.name, each.status, in_words(each.option.candidate) if each.option else "", each.reason)
+            for each in answer.families
+        ],
         constraint=answer.constraint,
         next_bottleneck=answer.next_bottleneck,
         changes=[change_text(each) for each in answer.changes],
@@ -130,7 +133,3 @@ def _schedule(answer: PlanAnswer, best: PredictedPlan) -> tuple[Markup, str] | N
     drawn = draw_svg(simulate(schedule, times), title=f"{plan.schedule}, {count} micro-batches")
     note = f"The first {count} of {whole} micro-batches." if count < whole else ""
     return Markup(drawn.replace(' xmlns="http://www.w3.org/2000/svg"', "")), note
-
-
-def _plan_of(option: PredictedPlan | None) -> str:
-    return in_words(option.candidate) if option is not None else ""

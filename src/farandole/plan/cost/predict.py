@@ -20,7 +20,7 @@ from ..model.unfold import unfolded
 from .held import memory_by_rank
 from .layout import RunLayout
 from .rates import Case, Rates
-from .step import GradientCache, PlacedModel, costed_step, place
+from .step import GradientCache, costed_step, place
 from .warn import warnings_of
 
 _KEPT_MODELS = 8
@@ -44,7 +44,8 @@ class CostModel:
         step = costed_step(placed, self._rates["value"])
         low = high = step.seconds
         if interval:
-            low, high = (self._seconds(placed, case) for case in ("best", "worst"))
+            ends = (self._rates[case] for case in ("best", "worst"))
+            low, high = (costed_step(placed.again(rates), rates).seconds for rates in ends)
         memory = memory_by_rank(profile, placed.stages, placed.owners, layout)
         return Prediction(
             seconds=step.seconds,
@@ -73,9 +74,6 @@ class CostModel:
                 remedy="leave sync out of the plan that is predicted",
             )
         return RunLayout.of(candidate, self.cluster.tiers[0].ranks, on_device=not self.cluster.on_cpus)
-
-    def _seconds(self, placed: PlacedModel, case: Case) -> float:
-        return costed_step(placed.again(self._rates[case]), self._rates[case]).seconds
 
 
 def predict(profile: ModelProfile, cluster: Cluster, candidate: Candidate, *, interval: bool = True) -> Prediction:

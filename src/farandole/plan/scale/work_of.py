@@ -90,7 +90,7 @@ def work_of(profile: ModelProfile, cluster: Cluster, candidate: Candidate, predi
             f"on {candidate.ranks} ranks the simulated step is {-rest / prediction.seconds:.0%} longer than the "
             "predicted one"
         )
-    names = [_first_module(profile, stage) for stage, _ in placed.stages[1:]]
+    names = [profile.units[stage.units[0][0]].name for stage, _ in placed.stages[1:]]
     return PlacedWork(replace(work, exposed_seconds=max(0.0, rest)), tuple(names), tuple(warnings))
 
 
@@ -167,7 +167,3 @@ def _backward(placed: PlacedModel, stage: StageUnits) -> Backward:
         each.append(placed.passes[index].backward_seconds)
         so_far += count * each[-1]
     return Backward(so_far, begins, each)
-
-
-def _first_module(profile: ModelProfile, stage: StageUnits) -> str:
-    return profile.units[stage.units[0][0]].name

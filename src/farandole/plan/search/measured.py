@@ -38,7 +38,7 @@ def with_trials(
     What is said of the plan that won is made anew, and no number of the plan that lost is left in it: its
     interval, why the other kinds lost, and what would change, which is of this plan alone.
     """
-    options = {id(each.candidate): each for each in _options(answer)}
+    options = {id(each.option.candidate): each.option for each in answer.families if each.option is not None}
     tried = [(options[id(candidate)], seconds, outcome) for candidate, seconds, outcome in measured]
     rows = tuple(
         Tried(in_words(option.candidate), option.prediction.seconds, seconds, outcome)
@@ -83,10 +83,6 @@ def _score(seconds: float, option: PredictedPlan, goal: str) -> tuple[float, flo
     """Return what a goal makes smallest, by the measured seconds. Memory is the predicted one: it fitted."""
     first = {"memory": option.prediction.peak_bytes, "cost": option.candidate.ranks * seconds}.get(goal, seconds)
     return first, seconds
-
-
-def _options(answer: PlanAnswer) -> list[PredictedPlan]:
-    return [each.option for each in answer.families if each.option is not None]
 
 
 def _again(

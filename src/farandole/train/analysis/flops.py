@@ -32,7 +32,7 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
 
 def _attention(args: Sequence[Any], _: Any) -> float:
     query, key, value = args[:3]
-    return _two_products(query, key, value.shape[-1])
+    return float(2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1]))
 
 
 def _attention_backward(args: Sequence[Any], _: Any) -> float:
@@ -40,10 +40,6 @@ def _attention_backward(args: Sequence[Any], _: Any) -> float:
     _, query, key, value = args[:4]
     scores = 2.0 * query.shape[:-1].numel() * key.shape[-2]
     return float(scores * (3 * query.shape[-1] + 2 * value.shape[-1]))
-
-
-def _two_products(query: torch.Tensor, key: torch.Tensor, width: int) -> float:
-    return float(2.0 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + width))
 
 
 def _recurrent(args: Sequence[Any], _: Any) -> float:

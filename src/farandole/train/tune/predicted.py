@@ -65,7 +65,8 @@ def rank_by_prediction(
             if group and group[0][0] * FASTEST_SLACK < fastest:
                 fastest = group[0][0]
                 groups.append(group)
-    limit = _WORTH_A_TRIAL * predicted_seconds(look, now) if now.codec in _speeds(look, now) else float("inf")
+    is_known = now.codec in look.profiles[now.route].speeds
+    limit = _WORTH_A_TRIAL * predicted_seconds(look, now) if is_known else float("inf")
     groups = sorted((each for each in groups if each[0][0] <= limit), key=lambda group: group[0][0])
     ranked = [group[0][1] for group in groups]
     for _, keys in groups[0] if groups else []:
@@ -94,10 +95,6 @@ def _group(
 
 def _is_near(one: ExchangeKeys, other: ExchangeKeys) -> bool:
     return 1 / _APART < one.bucket_bytes / other.bucket_bytes < _APART
-
-
-def _speeds(look: Look, keys: ExchangeKeys) -> Sequence[str]:
-    return list(look.profiles[keys.route].speeds)
 
 
 def _bucket_plan(profile: StepProfile, keys: ExchangeKeys) -> BucketPlan:

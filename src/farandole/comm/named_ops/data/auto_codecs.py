@@ -128,7 +128,7 @@ class _Exchange:
                 self._passed.add(name)  # see [Note: the same codec on all ranks]
                 return NONE, None
             assert self._codecs is not None, "a name comes again behind the choice"
-            return (self._codecs.get(name, self._late) if self._is_same(name, shape) else self._late), None
+            return (self._codecs.get(name, self._late) if self._known.get(name) == shape else self._late), None
         if name in self._round:
             self._end_round()
             if self._rounds == EXACT_ROUNDS:
@@ -146,9 +146,6 @@ class _Exchange:
         self._landed_seconds = now
         if since is not None:
             self._slept.append((now, now - since))
-
-    def _is_same(self, name: str, shape: tuple[int, ...]) -> bool:
-        return self._known.get(name) == shape
 
     def _end_round(self) -> None:
         if self._began_seconds is not None:

@@ -12,7 +12,7 @@ def check_peer_names(facts: ClusterFacts) -> Findings:
     """The names of the list mean, on every host, the host they mean here."""
     for host in facts.hosts:
         for other in facts.hosts:
-            if other.name == host.name or _is_address(other.name) or other.name not in host.network.resolved:
+            if other.name == host.name or _address(other.name) or other.name not in host.network.resolved:
                 continue
             finding = _peer_name(host, other, host.network.resolved[other.name])
             if finding is not None:
@@ -113,10 +113,6 @@ def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped is not None:
         return found.ipv4_mapped
     return found
-
-
-def _is_address(text: str) -> bool:
-    return _address(text) is not None
 
 
 def _is_loopback(text: str) -> bool:

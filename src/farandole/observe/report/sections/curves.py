@@ -36,7 +36,7 @@ def make(run: Run) -> Section | None:
             for title, name, take, note in (
                 ("Memory of a process", "GB", _resident, ""),
                 ("Memory left on the machine", "GB", _available, ""),
-                ("CPU use of a rank", "cores", _cores, "All threads of the process."),
+                ("CPU use of a rank", "cores", lambda sample: sample.process_cores, "All threads of the process."),
                 ("CPU use of the machine", "% of all cores", _machine, ""),
                 ("Accelerator use", "% of the time", _gpu, ""),
                 ("Accelerator memory", "GB", _gpu_memory, ""),
@@ -181,10 +181,6 @@ def _resident(sample: Sample) -> float | None:
 
 def _available(sample: Sample) -> float | None:
     return None if sample.available_bytes is None else sample.available_bytes / GB
-
-
-def _cores(sample: Sample) -> float | None:
-    return sample.process_cores
 
 
 def _machine(sample: Sample) -> float | None:

@@ -102,7 +102,8 @@ def achieved(rows: Sequence[Sequence[StepRow]], *, one_clock: bool) -> tuple[flo
         time = sum(wire.busy_seconds for wire in known)
         if time > 0:
             busy.append(time)
-            rates.append(sum(b.sent_bytes for row in here for b in _buckets(row)) / len(here) / time)
+            sent_bytes = sum(b.sent_bytes for row in here for each in row.exchanges for b in each.buckets)
+            rates.append(sent_bytes / len(here) / time)
         single += [
             sent / turn
             for sent, turn in _sent_and_turns(here, one_clock=one_clock)
@@ -110,10 +111,6 @@ def achieved(rows: Sequence[Sequence[StepRow]], *, one_clock: bool) -> tuple[flo
         ]
     best = sorted(single)[int(FASTEST * (len(single) - 1))] if single else math.nan
     return median(busy) if busy else 0.0, median(rates), best
-
-
-def _buckets(row: StepRow) -> list[BucketTimes]:
-    return [bucket for exchange in row.exchanges for bucket in exchange.buckets]
 
 
 def _sent_and_turns(rows: Sequence[StepRow], *, one_clock: bool) -> list[tuple[float, float]]:
