@@ -1,23 +1,20 @@
-"""Collectives over segments: right sums, the same bits on all ranks, the same weights under FSDP2."""
+"""Collectives over segments: right sums, and the same bits on all ranks."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import hashlib
 import itertools
 import random
 import time
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import farandole as fd
 from farandole.bench.collectives import segmented
-from farandole.bench.collectives.fsdp import SegmentsReduceScatter, use_segments
 from farandole.bench.collectives.segmented import all_gather, all_reduce, reduce_scatter
 from farandole.comm.world.comm_errors import translate_error
 from tests.ranks.pool import ranks
@@ -43,14 +40,14 @@ def made(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.randint(0, 50, (count,), generator=generator).to(dtype)
 
 
-def total(rows: list[torch.Tensor], *, average: bool = False) -> torch.Tensor:
+def total(rows: list[torch.Tensor]) -> torch.Tensor:
     """Return the sum in rank order, in float32 for halves."""
     narrow = rows[0].dtype.is_floating_point and rows[0].element_size() < 4
     wide = torch.float32 if narrow else rows[0].dtype
     out = rows[0].to(wide).clone()
     for row in rows[1:]:
         out += row.to(wide)
-    return (out / len(rows) if average else out).to(rows[0].dtype)
+    return out.to(rows[0].dtype)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -70,10 +67,6 @@ def test_all_reduce() -> None:
             mine = everyone[world.rank].clone()
             all_reduce(mine, world.group)
             assert same(mine, total(everyone)), (dtype, count)
-            if dtype.is_floating_point and count <= 5000:
-                mine = everyone[world.rank].clone()
-                all_reduce(mine, world.group, average=True)
-                assert same(mine, total(everyone, average=True)), (dtype, count)
 
 
 @ranks(2, 3, 4)
@@ -177,48 +170,8 @@ def test_what_does_not_fit_is_refused_with_its_values() -> None:
             reduce_scatter(part, whole, world.group)
         with pytest.raises(ValueError, match=text):
             all_gather(whole, part, world.group)
-    with pytest.raises(ValueError, match=r"average of torch.int64"):
-        all_reduce(x(2, dtype=torch.int64), world.group, average=True)
     with pytest.raises(ValueError, match=r"sum of torch.uint32"):
         all_reduce(x(2, dtype=torch.uint32), world.group)
-    with pytest.raises(ValueError, match="expected a sum or an average"):
-        SegmentsReduceScatter()(x(3), x(6), world.group, dist.ReduceOp.MAX)
-
-
-@ranks(2, 3)
-def test_fsdp_trains_to_the_same_weights() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    world = fd.init()
-    torch.manual_seed(0)
-    first = nn.Linear(33, 65)
-    base = nn.Sequential(first, nn.Tanh(), nn.Linear(65, 300), nn.Tanh(), nn.Linear(300, 5))
-    weights = []
-    for ours in (False, True):
-        model = copy.deepcopy(base)
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(model)
-        if ours:
-            assert use_segments(model) == 4
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        generator = torch.Generator().manual_seed(world.rank)
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.randn(8, 33, generator=generator)).float().square().mean().backward()
-            optimizer.step()
-        weights.append([cast(Any, parameter).full_tensor().detach() for parameter in model.parameters()])
-    for theirs, mine in zip(*weights, strict=True):
-        torch.testing.assert_close(
-            mine, theirs, rtol=0 if world.size == 2 else 1e-5, atol=0 if world.size == 2 else 1e-6
-        )
-    assert not torch.equal(weights[1][0], first.weight)
-
-
-def test_without_fsdp_modules_one_line_says_so() -> None:
-    with pytest.raises(fd.ConfigError, match=r"call fully_shard\(model\) first"):
-        use_segments(nn.Linear(2, 2))
 
 
 def test_segments_cover_everything_once() -> None:

@@ -9,11 +9,9 @@ import torch
 from ...comm.messages.reduce_rules import accumulates_in_fp32
 
 
-def check_sum(tensor: torch.Tensor, average: bool) -> None:
-    """Raise `ValueError` for a tensor that cannot be added up over ranks, or averaged."""
+def check_sum(tensor: torch.Tensor) -> None:
+    """Raise `ValueError` for a tensor that cannot be added up over ranks."""
     _check_place(tensor)
-    if average and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ValueError(f"the average of {tensor.dtype}: expected a floating-point tensor")
     if not _adds_up(tensor.dtype):
         raise ValueError(f"the sum of {tensor.dtype}: torch cannot add this type up")
 

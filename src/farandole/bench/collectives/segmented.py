@@ -42,24 +42,24 @@ _GATHER_TAG = 2**30 + 2
 
 
 @torch.no_grad()
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, *, average: bool = False) -> None:
-    """Add `tensor` up over the ranks of `group`, in place, or average it.
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Add `tensor` up over the ranks of `group`, in place.
 
     Sends 2 (N-1)/N S bytes; (N-1) S where that is the same (two ranks) or little. Raises `ValueError` for a
     tensor that cannot be summed or is not in CPU memory.
     """
     wire = _Wire(group)
-    check_sum(tensor, average)
+    check_sum(tensor)
     if wire.size == 1 or tensor.numel() == 0:
         return
     flat = tensor.contiguous().view(-1)
     if wire.size == 2 or (wire.size - 1) * flat.nbytes <= ONE_ROUND_BYTES:
-        _sum_everywhere(flat, wire, average)
+        _sum_everywhere(flat, wire)
     else:
         chunk = -(-flat.numel() // wire.size)
         starts = range(0, chunk * wire.size, chunk)
         chunks = [flat[start : start + chunk] for start in starts]
-        _sum_chunks(chunks, chunks[wire.rank], wire, average, everywhere=True)
+        _sum_chunks(chunks, chunks[wire.rank], wire, everywhere=True)
     if flat.data_ptr() != tensor.data_ptr():
         tensor.copy_(flat.view(tensor.shape))
 
@@ -69,22 +69,20 @@ def reduce_scatter(
     output: torch.Tensor,
     input: torch.Tensor,  # noqa: A002 - torch's name
     group: dist.ProcessGroup,
-    *,
-    average: bool = False,
 ) -> None:
-    """Sum (or average) the `input` of all ranks, N times the size of `output`; part `rank` of it is the output.
+    """Sum the `input` of all ranks, N times the size of `output`; part `rank` of it is the output.
 
     Sends (N-1)/N of the input's bytes. The output may be this rank's part of the input. Raises `ValueError`
     for shapes, types or places that do not fit, before anything is sent.
     """
     wire = _Wire(group)
-    check_sum(input, average)
+    check_sum(input)
     check_pair("reduce_scatter", whole=input, part=output, names=("input", "output"), size=wire.size)
     chunks = list(input.view(wire.size, -1)) if input.numel() else []
     if wire.size == 1:
         output.view(-1).copy_(input.view(-1))
     elif chunks:
-        _sum_chunks(chunks, output.view(-1), wire, average, everywhere=False)
+        _sum_chunks(chunks, output.view(-1), wire, everywhere=False)
 
 
 @torch.no_grad()
@@ -143,7 +141,7 @@ class _Flight:
     sent: list[dist.Work]
 
 
-def _sum_everywhere(flat: torch.Tensor, wire: _Wire, average: bool) -> None:
+def _sum_everywhere(flat: torch.Tensor, wire: _Wire) -> None:
     """All-to-all: every rank sends everything to all others and sums."""
     rooms = _Rooms(flat, wire)
     flights: deque[tuple[torch.Tensor, _Flight]] = deque()
@@ -152,7 +150,7 @@ def _sum_everywhere(flat: torch.Tensor, wire: _Wire, average: bool) -> None:
         mine, flight = flights.popleft()
         _wait(flight.received)
         _wait(flight.sent)  # the sum takes the place of what was sent
-        _add(flight.rows, mine, average)
+        _add(flight.rows, mine)
 
     for start, stop in _segments(flat.numel(), flat.element_size()):
         if len(flights) == WINDOW:
@@ -166,9 +164,7 @@ def _sum_everywhere(flat: torch.Tensor, wire: _Wire, average: bool) -> None:
         land()
 
 
-def _sum_chunks(
-    chunks: Sequence[torch.Tensor], output: torch.Tensor, wire: _Wire, average: bool, *, everywhere: bool
-) -> None:
+def _sum_chunks(chunks: Sequence[torch.Tensor], output: torch.Tensor, wire: _Wire, *, everywhere: bool) -> None:
     """Sum this rank's chunk over all ranks into `output`; `everywhere`: send it on, and receive the others.
 
     Handing on happens in place. A chunk's segment is overwritten by its sum only after its owner has received
@@ -182,7 +178,7 @@ def _sum_chunks(
         total, flight = flights.popleft()
         _wait(flight.received)
         if total.numel():
-            _add(flight.rows, total, average)
+            _add(flight.rows, total)
         if everywhere and total.numel():
             rest.extend(wire.send(total, peer, _GATHER_TAG) for peer in wire.targets)
         rest.extend(flight.sent)
@@ -238,17 +234,15 @@ def _wait(works: Sequence[dist.Work]) -> None:
         work.wait()
 
 
-def _add(rows: Sequence[torch.Tensor], out: torch.Tensor, average: bool) -> None:
-    """Write the sum or mean of `rows` to `out`, which may be one of them. See [Note: sums in rank order]."""
+def _add(rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of `rows` to `out`, which may be one of them. See [Note: sums in rank order]."""
     if accumulates_in_fp32(out.dtype):
         total = rows[0].float()
         for row in rows[1:]:
             total += row.float()
-        out.copy_(total.div_(len(rows)) if average else total)
+        out.copy_(total)
         return
     total = rows[0]
     for row in rows[1:-1]:
         total = total + row
     torch.add(total, rows[-1], out=out)
-    if average:
-        out.div_(len(rows))
