@@ -15,14 +15,13 @@ from .store_sync import all_gather_json
 from .world import World
 
 
-def make_part(here: World, name: str, members: tuple[int, ...], *, backend: str | None = None) -> World:
+def make_part(here: World, name: str, members: tuple[int, ...]) -> World:
     """Return the world of `members`, this rank among them; to be called by all ranks of `here`.
 
     Args:
         here: the world of the job.
         name: what the part is for; the same on all ranks.
         members: ranks of `here`, ascending. Each rank is in one part, and gives its own.
-        backend: the backend of the part's group for CPU tensors; None: that of the job.
     """
     hosts = all_gather_json(here, f"part {name}", here.node_rank)
     nodes = [hosts[rank] for rank in members]
@@ -51,5 +50,5 @@ def make_part(here: World, name: str, members: tuple[int, ...], *, backend: str 
     groups.name = f"{here.topic(f'part {name}')}/{members[0]}/"
     groups.store = dist.PrefixStore(groups.name, here.store)
     wait = timedelta(seconds=here.timeout_seconds)
-    groups.default = new_part_group(here, list(members), groups.name, wait, backend)
+    groups.default = new_part_group(here, list(members), groups.name, wait, None)
     return made

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, LaunchError
@@ -13,7 +13,7 @@ from ..supervise.job_loop import ENDING, handling
 from ..supervise.process import stopping_with_us
 
 
-def run_child(command: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
+def run_child(command: Sequence[str]) -> int:
     """Run `command` to its end; return its exit code, 128 + signal for a signal.
 
     SIGINT from a terminal reaches it by itself; sent to us alone it is passed on like the others. It gets
@@ -21,7 +21,7 @@ def run_child(command: Sequence[str], environment: Mapping[str, str] | None = No
     """
     try:
         child = subprocess.Popen(
-            list(command), env=inherited_environment(environment), stdin=subprocess.DEVNULL,
+            list(command), env=inherited_environment(), stdin=subprocess.DEVNULL,
             preexec_fn=stopping_with_us(),  # noqa: PLW1509 - forked from a process with one thread
         )  # fmt: skip
     except OSError as problem:

@@ -150,11 +150,11 @@ def _up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def block_elements(members: Sequence[LocalGradient], ranks: int, *, tail: int, multiple: int = 1) -> int:
+def block_elements(members: Sequence[LocalGradient], ranks: int, *, tail: int) -> int:
     """Return the elements of one rank's block of rows, which are as `torch.chunk` divides them."""
     line = max(1, CACHE_LINE_BYTES // members[0].element_bytes)
     longest = sum(_up(_up(each.rows, ranks) // ranks * each.columns, line) for each in members)
-    return _up(longest + tail, max(line, multiple))
+    return _up(longest + tail, line)
 
 
 def gather_chunks(gradients: Sequence[LocalGradient]) -> list[list[LocalGradient]]:

@@ -31,9 +31,7 @@ _MOST_ACTIONS = 200_000
 _LEAST_DRAWS = 24
 
 
-def noisy_step_seconds(
-    work: StepWork, noise: Noise, slow_ranks: Mapping[int, float] | None = None, *, seed: int = 0
-) -> float:
+def noisy_step_seconds(work: StepWork, noise: Noise, slow_ranks: Mapping[int, float] | None = None) -> float:
     """Return the mean seconds of a step. See [Note: steps of varying length].
 
     `slow_ranks`: by rank, how many times its usual time computing takes; noise comes on top.
@@ -44,7 +42,7 @@ def noisy_step_seconds(
         return repeated_seconds(work, factors)
     if work.degrees.pipeline == 1:
         return _without_pipeline(work, noise, slow)
-    return _with_pipeline(work, noise, slow, seed)
+    return _with_pipeline(work, noise, slow)
 
 
 def _without_pipeline(work: StepWork, noise: Noise, slow: Mapping[int, float]) -> float:
@@ -67,14 +65,14 @@ def _between(steps: Sequence[tuple[float, float]], factor: float) -> float:
     return steps[-1][1]
 
 
-def _with_pipeline(work: StepWork, noise: Noise, slow: Mapping[int, float], seed: int) -> float:
+def _with_pipeline(work: StepWork, noise: Noise, slow: Mapping[int, float]) -> float:
     classes = factors_by_replica(work, slow)
     # What does not change with the number of replicas is drawn once for all sizes of a job.
     alone = replace(
         work, degrees=replace(Degrees(), pipeline=work.degrees.pipeline), buckets=((),) * work.degrees.pipeline,
         exposed_seconds=0.0, optimizer_seconds=0.0, rank_samples=1,
     )  # fmt: skip
-    drawn = [_replica_seconds(alone, factors, noise, work.cell_ranks, seed) for factors in classes]
+    drawn = [_replica_seconds(alone, factors, noise, work.cell_ranks) for factors in classes]
     tail: Tail = "exponential" if noise.tail == "exponential" else "gaussian"
     of_replicas = Noise(max(each.spread_seconds / each.mean_seconds for each in drawn), tail)
     groups = [(count, each.mean_seconds) for count, each in zip(classes.values(), drawn, strict=True)]
@@ -92,11 +90,9 @@ class _Replica(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _replica_seconds(
-    alone: StepWork, factors: tuple[float, ...], noise: Noise, cell_ranks: int, seed: int
-) -> _Replica:
+def _replica_seconds(alone: StepWork, factors: tuple[float, ...], noise: Noise, cell_ranks: int) -> _Replica:
     """Return what the passes of one replica take; `alone` is the work of a single one."""
-    draw = random.Random(seed)
+    draw = random.Random(0)
     begins = [[0.0] * len(factors)]
     draws = max(_LEAST_DRAWS, min(_DRAWS, _MOST_ACTIONS // sum(map(len, alone.schedule.actions))))
     seconds = []

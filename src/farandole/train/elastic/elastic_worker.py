@@ -96,13 +96,13 @@ class ElasticWorker:
                     raise
                 except CommError as error:
                     self._tell_of_failure(str(error))
-                    if not self.is_told_to_leave(_TOLD_SECONDS):
+                    if not self.is_told_to_leave():
                         raise
 
-    def is_told_to_leave(self, wait_seconds: float = 0.0) -> bool:
-        """Return whether the launcher has said, or says within `wait_seconds`, that this generation is over."""
+    def is_told_to_leave(self) -> bool:
+        """Return whether the launcher has said, or says within some seconds, that this generation is over."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._leaving == self.generation or self._lost, wait_seconds)
+            return self._changed.wait_for(lambda: self._leaving == self.generation or self._lost, _TOLD_SECONDS)
 
     def report_failure(self, why: str) -> None:
         """An exchange failed here: tell the launcher, so that every other rank leaves too, and leave."""
@@ -244,4 +244,4 @@ def member() -> ElasticWorker | None:
 def generation_is_over() -> bool:
     """Return whether this is an elastic job whose launcher has ended our generation, or does so in a moment."""
     here = member()
-    return here is not None and here.is_told_to_leave(_TOLD_SECONDS)
+    return here is not None and here.is_told_to_leave()

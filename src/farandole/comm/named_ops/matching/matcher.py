@@ -95,14 +95,13 @@ class Matcher:
             slot.filled += 1
         queue.append(announcement)
 
-    def take(self, slot: MatchSlot, members: tuple[int, ...] | None = None) -> Match | None:
-        """Return the next complete operation of the slot, or None. `members` of this rank's oldest one."""
+    def take(self, slot: MatchSlot) -> Match | None:
+        """Return the next complete operation of the slot, or None."""
         mine = slot.queues.get(self.rank)
         if not mine:
             return None
         first = mine[0]
-        if members is None:
-            members = first.own.members
+        members = first.own.members
         if not self._has_joins:
             return self._take_from_all(slot, first.own, members)
         epoch, epochs = first.epoch, self.epochs
