@@ -16,7 +16,7 @@ from tests.programs.program import Program, draw, draw_sharded
 from tests.ranks.pool import ranks, takes
 
 PROGRAMS = 100
-"""Each seed is another combination of model, loop and plan; in the gate are 20 of them."""
+"""Each seed is another combination of model, loop and plan; in the gate are 12 of them."""
 SHARDED_PROGRAMS = 60
 NEW_PROGRAMS = 20
 """Of other seeds every day, for `make test-all`: on one day a second try plays the same."""
