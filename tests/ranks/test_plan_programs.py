@@ -1,0 +1,51 @@
+"""Random programs of plans (`tests.programs.plans`): layouts train as one process does, or are refused by name.
+
+What fails is in the message with the command that plays it alone, such as
+``python -m tests.programs.plans --seed 17 --set layers=1``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import warm
+from tests.ranks.pool import patient
+
+ROOT = Path(__file__).resolve().parents[2]
+NEW_PROGRAMS = 400
+"""Of other seeds every day, for `make test-all`: on one day a second try plays the same."""
+
+
+def play(folder: Path, seconds: float, *options: str) -> dict[str, Any]:
+    """Play programs, all of which must be good; return the figures."""
+    words = ["-m", "tests.programs.plans", *options]
+    with (folder / "said").open("w") as said:
+        job = warm.start(ROOT, *words, out=said, err=said)
+    assert job.wait(seconds) == 0, (folder / "said").read_text()
+    found: dict[str, Any] = json.loads((folder / "said").read_text().splitlines()[-1])
+    return found
+
+
+def play_many(folder: Path, first: int, count: int, seconds: float) -> None:
+    """Play programs of seeds, of which enough must be right."""
+    found = play(folder, seconds, "--seeds", f"{first}:{first + count}")
+    assert found["programs"] == count
+    assert found["right"] >= 0.7 * count, f"too many are refused: {found}"
+
+
+@patient
+@pytest.mark.parametrize("block", range(4))
+def test_plans_train_as_one_process(block: int, tmp_path: Path) -> None:
+    play_many(tmp_path, block * 10, 10, 120)
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("block", range(4))
+def test_plans_of_new_seeds(block: int, tmp_path: Path) -> None:
+    count = NEW_PROGRAMS // 4
+    play_many(tmp_path, int(time.time() // 86_400) * 1000 + block * count, count, 1400)
