@@ -21,6 +21,15 @@ NEW_PROGRAMS = 400
 """Of other seeds every day, for `make test-all`: on one day a second try plays the same."""
 
 
+FOUND = {
+    "a micro-batch of one sample, whose graph has fewer parts": (
+        "mix=mha loop=step ragged=true first.ranks=4 first.pipeline=2 first.schedule=zb-h1 first.micro_batches=4 "
+        'first.pipeline_cuts=["blocks.1"] first.zero=2'
+    ),
+}
+"""What these programs have found, made small."""
+
+
 def play(folder: Path, seconds: float, *options: str) -> dict[str, Any]:
     """Play programs, all of which must be good; return the figures."""
     words = ["-m", "tests.programs.plans", *options]
@@ -36,6 +45,13 @@ def play_many(folder: Path, first: int, count: int, seconds: float) -> None:
     found = play(folder, seconds, "--seeds", f"{first}:{first + count}")
     assert found["programs"] == count
     assert found["right"] >= 0.7 * count, f"too many are refused: {found}"
+
+
+@patient
+@pytest.mark.parametrize("what", FOUND)
+def test_what_was_wrong_once(what: str, tmp_path: Path) -> None:
+    found = play(tmp_path, 60, "--seed", "0", "--plain", "--set", *FOUND[what].split())
+    assert found.get("right") == 1, (tmp_path / "said").read_text()
 
 
 @patient

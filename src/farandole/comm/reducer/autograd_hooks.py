@@ -10,12 +10,12 @@ mean of equal gradients is that gradient. With ``accumulate=k`` the first k-1 pa
 agree on rank 0's order of readiness, and the buckets built from it serve this very pass and all later
 ones: a resumed run sums in the same order as the run it continues, bit for bit, from its first step.
 
-[Note: nested passes] Reentrant activation checkpointing runs backward inside backward. Passes are told
-apart by the graph task's id, and the exchange ends with the outermost one.
+[Note: nested passes] Reentrant activation checkpointing runs backward inside backward. Passes are told apart by
+their numbers (see [Note: joined passes]), and the exchange ends with the outermost one.
 
 [Note: one order] Graphs of two models may run in another order on another rank. A reducer that waited as soon as
-autograd came to its end would wait for a rank that waits, in another reducer, for this one. So at the end of a
-pass all reducers in it launch their remaining buckets, in the order in which they were made, and wait only then.
+autograd ended would wait for a rank that waits, in another reducer, for this one. So at the end of a pass all
+reducers in it launch their remaining buckets, in the order in which they were made, and wait only then.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from ..autotune.profile import PassTimings
 from ..device.untraced import outside_graphs
 from ..gradients.grad_shards import is_accumulating
 from .count_calls import CountCalls
+from .joined_passes import at_end_of_pass, number_of_pass
 from .parts import ReducerParts
 
 _KEPT = "_farandole_reducer"
@@ -111,7 +112,7 @@ class BackwardPasses:
         parts = self._parts
         if parts.single.spent is not None:
             parts.single.refuse_second(index, parts.buckets.table.names[index])
-        task = torch._C._current_graph_task_id()
+        task = number_of_pass()
         if task not in self._tasks:
             self._enter(task)
         if self._seen[index]:
@@ -154,7 +155,7 @@ class BackwardPasses:
     def _enter(self, task: int) -> None:
         is_outermost = not self._tasks
         self._tasks.add(task)
-        torch.autograd.Variable._execution_engine.queue_callback(partial(_outside(), self._leave, task))
+        at_end_of_pass(partial(_outside(), self._leave, task))
         if is_outermost:
             self._open()
 
@@ -163,8 +164,8 @@ class BackwardPasses:
         self._arrivals = []
         self._seen = bytearray(len(self._seen))
         self.times.open(len(self._seen), is_tuned=(self._parts.tuner or self._parts.log) is not None)
-        if self._parts.marks is not None:
-            self._parts.marks.backward_begins()
+        if (marks := self._parts.marks) is not None:
+            marks.backward_begins()
         if share.watches or share.count_number:
             factor = share.pass_opens(torch._C._current_graph_task_id())
             self._refuse_old_count(share.count_number)
@@ -201,10 +202,9 @@ class BackwardPasses:
             self._parts.local.passes += 1
             self._record_backward(time.monotonic())
             return
-        if task not in _waiting:
-            _waiting[task] = []
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_outside(), _finish, task))
-        _waiting[task].append(self)
+        if not (waiting := _waiting.setdefault(task, [])):
+            at_end_of_pass(partial(_outside(), _finish, task))
+        waiting.append(self)
 
     # -- one exchange --------------------------------------------------------------------------
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
+from ...comm.reducer.joined_passes import joined_passes
+
 
 class WeightPart:
     """The second part of a backward pass; `run` once."""
@@ -23,7 +25,11 @@ class WeightPart:
         self._groups, self._kept = groups, kept
 
     def run(self) -> None:
-        """Accumulate the gradients of the parameters."""
+        """Accumulate the gradients of the parameters. See [Note: joined passes]."""
+        with joined_passes():
+            self._run()
+
+    def _run(self) -> None:
         for nodes, parameters in self._groups:
             edges, gradients, handles = [], [], []
             for node in nodes:
