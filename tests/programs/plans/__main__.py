@@ -34,6 +34,11 @@ from .draw import draw, settled
 from .judge import GOOD, verdict
 from .program import PlanProgram, changed
 
+_NAMES = (
+    "step", "evaluate", "context_shard", "MixtureOfExperts", "weight", "accumulate", "save", "load", "drain",
+    "shard", "RowTable", "low_rank_adapters", "exchange_state",
+)  # fmt: skip
+
 
 def main(arguments: Sequence[str]) -> int:
     """Play programs; print those that fail, and a line of figures."""
@@ -84,7 +89,7 @@ def _read_change(text: str) -> tuple[str, Any]:
 def _import_all() -> None:
     """Import what ranks do, once for all of them."""
     import_all()
-    for name in ("step", "evaluate", "context_shard", "MixtureOfExperts", "weight", "accumulate", "save", "load"):
+    for name in _NAMES:
         getattr(fd, name)
     import torch._dynamo
     import torch.distributed.fsdp

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 from .program import BATCH, TOKENS, Layout, PlanProgram
 
@@ -26,8 +27,26 @@ class Part(NamedTuple):
         return (self.tokens, self.places) if program.places == "input" else (self.tokens,)
 
 
+_SHORT = 3
+"""Samples that the last batch of a loader lacks."""
+
+
 def batch(program: PlanProgram, step: int, number: int) -> Part:
     """Return the batch of all ranks: of a step, and of a backward pass in it."""
+    whole = _batch(program, step, number)
+    is_last = program.loader and (step, number) == (program.steps - 1, program.passes - 1)
+    return Part(*(each[:-_SHORT] for each in whole)) if is_last else whole
+
+
+def loader(program: PlanProgram, layout: Layout) -> Any:
+    """Return a loader of all samples, with batches of one rank, for `fd.shard`."""
+    first, last = program.span(program.layouts.index(layout))
+    parts = [batch(program, step, number) for step in range(first, last) for number in range(program.passes)]
+    joined = [torch.cat(each) for each in zip(*parts, strict=True)]
+    return DataLoader(TensorDataset(*joined), batch_size=BATCH // layout.samples)
+
+
+def _batch(program: PlanProgram, step: int, number: int) -> Part:
     draw = torch.Generator().manual_seed(1000 * program.seed + 10 * step + number)
     drawn = torch.randint(0, program.words, (BATCH, TOKENS + 1), generator=draw)
     tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].clone()
@@ -72,7 +91,7 @@ def of_all(program: PlanProgram, layout: Layout, step: int, number: int) -> list
 
 def class_weights(program: PlanProgram) -> torch.Tensor:
     """Return the weights of the loss "classes"."""
-    return torch.linspace(0.5, 2.0, program.words, dtype=torch.float64)
+    return torch.linspace(0.5, 2.0, program.words, dtype=torch.float32 if program.single else torch.float64)
 
 
 def loss_of(program: PlanProgram) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -9,16 +9,21 @@ from typing import Any
 
 from .model import OPTIMIZERS
 from .program import BATCH, DEGREES, Layout, PlanProgram
+from .specials import SPECIALS
 
 ODD = 0.04
 """Share of the layouts that are left as drawn: what is documented as refused is among them."""
+SPECIAL = 0.5
+"""Share of the programs in which something else is special than degrees and stages."""
 _RECIPE = {"*.query": "columns", "*.key": "columns", "*.value": "columns", "*.out": "rows"}
 
 
 def draw(seed: int) -> PlanProgram:
     """Return program `seed`."""
     dice = random.Random(seed)
-    return _exact(seed, dice)
+    special = dice.choice(SPECIALS) if dice.random() < SPECIAL else None
+    program = _exact(seed, dice)
+    return settled(program if special is None else special(program, dice))
 
 
 def _exact(seed: int, dice: random.Random) -> PlanProgram:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 import farandole as fd
+from farandole.parallel.frozen.frozen_weight import FrozenWeight
 
-from .model import make_model
+from .compare import differs, near, same_bits
+from .kinds import KINDS
 from .play import Alone, Ranked, Trace, Truth
 from .program import Layout, PlanProgram
 from .worlds import Outcome, class_of, play_world
 
-TOLERANCE = 1e-10
-"""Of float64, relative to 1 or to the largest number of a tensor."""
 GOOD = ("right", "refused")
 
 
@@ -33,9 +33,9 @@ def verdict(program: PlanProgram) -> tuple[str, str]:
 
 def _verdict(program: PlanProgram, folder: Path) -> tuple[str, str]:
     played: list[list[Outcome]] = []
-    ended, text = "done", ""
-    for number, layout in enumerate(_layouts(program)):
-        play = partial(_train, program, number, folder)
+    ended, text, kind = "done", "", KINDS.get(program.kind)
+    for number, layout in enumerate(program.layouts):
+        play = partial(_train if kind is None else kind.train, program, number, folder)
         world = play_world(play, layout.ranks, folder, f"world{number}", hosts=layout.hosts)
         ended, text = class_of(world, may_differ=program.skip == "rank")
         if ended != "done":
@@ -43,7 +43,10 @@ def _verdict(program: PlanProgram, folder: Path) -> tuple[str, str]:
             break
         played.append(world)
     traces = [[each.value for each in world] for world in played]
-    (judged,) = play_world(lambda: _wrong(program, traces, folder, loads=ended == "done"), 1, folder, "judge")
+    judge: Callable[[], str] = partial(_wrong, program, traces, folder, loads=ended == "done")
+    if kind is not None:
+        judge = partial(_wrong_of_kind, program, traces)
+    (judged,) = play_world(judge, 1, folder, "judge")
     if judged.kind != "done":
         return "crash", f"in one process: {judged.error} {judged.text}"
     if judged.value:
@@ -51,18 +54,11 @@ def _verdict(program: PlanProgram, folder: Path) -> tuple[str, str]:
     return ("right", "") if ended == "done" else (ended, text)
 
 
-def _layouts(program: PlanProgram) -> list[Layout]:
-    return [program.first] if program.then is None else [program.first, program.then]
-
-
 def _train(program: PlanProgram, number: int, folder: Path) -> Trace:
-    layout = _layouts(program)[number]
-    training = Ranked(program, layout, is_new=number == 0)
+    training = Ranked(program, program.layouts[number], is_new=number == 0)
     if number:
         training.load(folder / "saved0")
-    first = program.save_at if number else 0
-    last = program.steps if number or program.then is None else program.save_at
-    trace = training.train(first, last)
+    trace = training.train(*program.span(number))
     training.save(folder / f"saved{number}")
     return trace
 
@@ -74,14 +70,17 @@ def _wrong(program: PlanProgram, traces: Sequence[list[Trace]], folder: Path, *,
     """Return what is wrong with what ranks did; `loads`: their last checkpoint is looked at too."""
     fd.init()
     truth = Alone(program).train()
-    at = 0
     for number, world in enumerate(traces):
-        last = program.steps if number or program.then is None else program.save_at
-        found = _wrong_in(program, world, truth, at, last)
+        found = _wrong_in(program, world, truth, *program.span(number))
         if found:
             return f"in {'then' if number else 'first'}: {found}"
-        at = last
     return _wrong_loaded(program, truth, folder / f"saved{len(traces) - 1}") if loads else ""
+
+
+def _wrong_of_kind(program: PlanProgram, traces: Sequence[list[Trace]]) -> str:
+    if program.kind != "rows":  # whose table shall be in this process
+        fd.init()
+    return KINDS[program.kind].wrong(program, traces) if traces else ""
 
 
 def _wrong_in(program: PlanProgram, world: list[Trace], truth: Truth, first: int, last: int) -> str:
@@ -90,14 +89,17 @@ def _wrong_in(program: PlanProgram, world: list[Trace], truth: Truth, first: int
             break  # the loss of a step has those of routers in it
         passes = list(zip(*losses, strict=True))
         means = [sum(v * c for v, c in ranks) / sum(c for _, c in ranks) for ranks in passes]
-        if not _near(sum(means) / len(means), truth.losses[step]):
+        if not near(sum(means) / len(means), truth.losses[step], single=program.single):
             return f"loss of step {step}: {sum(means) / len(means):.12g} for {truth.losses[step]:.12g}"
     for what in ("norms", "evaluated"):
         expected = getattr(truth, what)[first:last]
         for rank, trace in enumerate(world):
             for step, (found, right) in enumerate(zip(getattr(trace, what), expected, strict=False), start=first):
-                if not _near(found, right):
+                if not near(found, right, single=program.single):
                     return f"rank {rank}: {what} of step {step}: {found:.12g} for {right:.12g}"
+    text = same_bits([each.parts for each in world])
+    if text:
+        return text
     seen: set[str] = set()
     for rank, trace in enumerate(world):
         for name, (found, split) in trace.parts.items():
@@ -106,14 +108,17 @@ def _wrong_in(program: PlanProgram, world: list[Trace], truth: Truth, first: int
             if text:
                 return f"rank {rank}: parameter {name} after step {last}: {text}"
             seen.add(name)
-    missing = truth.parameters[last].keys() - seen
+    missing = {name for name, each in truth.parameters[last].items() if each.requires_grad} - seen
     return f"no rank has {sorted(missing)[:3]}" if missing else ""
 
 
 def _wrong_loaded(program: PlanProgram, truth: Truth, folder: Path) -> str:
-    training = Ranked(program, Layout(ranks=1), is_new=False)
+    codec = {"frozen_codec": program.first.keys["frozen_codec"]} if "frozen_codec" in program.first.keys else {}
+    training = Ranked(program, Layout(ranks=1, keys=codec), is_new=False)
     training.load(folder)
     for name, parameter in training.model.named_parameters():
+        if isinstance(parameter, FrozenWeight):
+            continue
         text = differs(parameter.detach(), truth.parameters[program.steps][name])
         if text:
             return f"loaded in one process: parameter {name}: {text}"
@@ -124,26 +129,7 @@ def _wrong_loaded(program: PlanProgram, truth: Truth, folder: Path) -> str:
         if {*state} != {*right}:
             return f"loaded in one process: states of {name}: {sorted(state)} for {sorted(right)}"
         for key, value in right.items():
-            text = differs(torch.as_tensor(state[key]).double(), torch.as_tensor(value).double())
+            text = differs(torch.as_tensor(state[key]), torch.as_tensor(value))
             if text:
                 return f"loaded in one process: {key} of {name}: {text}"
     return ""
-
-
-def differs(found: torch.Tensor, right: torch.Tensor) -> str:
-    """Return how two tensors differ; empty if they do not."""
-    if found.shape != right.shape:
-        return f"shape {tuple(found.shape)} for {tuple(right.shape)}"
-    if not right.numel():
-        return ""
-    worst, largest = float((found - right).abs().max()), float(right.abs().max())
-    return "" if worst <= TOLERANCE * max(1.0, largest) else f"off by {worst:.3g} of {largest:.3g}"
-
-
-def _near(found: float, right: float) -> bool:
-    return abs(found - right) <= TOLERANCE * (1 + abs(right))
-
-
-def names_of(program: PlanProgram) -> list[str]:
-    """Return the names of all parameters."""
-    return [name for name, _ in make_model(program).named_parameters()]

@@ -109,6 +109,7 @@ class Block(nn.Module):
             self.mix = Attention(program) if program.mix == "sdpa" else WholeAttention(program)
         self.second = norm(width)
         self.feed = _feed(program, number)
+        self.drop = nn.Dropout(program.dropout)
         if program.zero_branches:
             self._begin_at_zero()
 
@@ -118,8 +119,8 @@ class Block(nn.Module):
             whole: torch.Tensor = self.layer(x, src_mask=mask, is_causal=self.causal)
             return whole
         if hasattr(self, "mix"):
-            x = x + self.mix(self.first(x))
-        found: torch.Tensor = x + self.feed(self.second(x))
+            x = x + self.drop(self.mix(self.first(x)))
+        found: torch.Tensor = x + self.drop(self.feed(self.second(x)))
         return found
 
     def _begin_at_zero(self) -> None:
@@ -195,11 +196,13 @@ class Text(nn.Module):
 def make_model(program: PlanProgram) -> Text:
     """Return the model as it begins, the same in every process."""
     torch.manual_seed(program.seed)
-    model = Text(program).double()
+    model = Text(program).to(torch.float32 if program.single else torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1 and bool(parameter.any()):
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+    if program.adapters:
+        fd.low_rank_adapters(model, "blocks.*", rank=2)
     for name, parameter in model.named_parameters():
         is_late = program.late_by == "loop" and is_named(name, program.late)
         parameter.requires_grad_(not (is_named(name, program.frozen) or is_late))
@@ -220,7 +223,7 @@ def thaw(program: PlanProgram, model: nn.Module) -> None:
 
 def make_optimizers(program: PlanProgram, model: nn.Module) -> list[torch.optim.Optimizer]:
     """Return the optimizers of all that trains, or will."""
-    named = [each for name, each in model.named_parameters() if not is_named(name, program.frozen)]
+    named = [each for name, each in model.named_parameters() if each.requires_grad or is_named(name, program.late)]
     rate = RATES[program.optimizer]
     if program.optimizers > 1:
         return [_KINDS[program.optimizer](part, rate) for part in (named[::2], named[1::2]) if part]

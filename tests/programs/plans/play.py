@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,13 +14,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import farandole as fd
+from farandole.parallel.frozen.frozen_weight import FrozenWeight
 from farandole.parallel.split import Split, split_of
 
-from .data import Part, count_of, loss_of, of_all, of_rank
+from .data import Part, batch, count_of, loader, loss_of, of_all, of_rank
 from .model import Text, is_named, make_model, make_optimizers, make_schedulers, thaw
 from .program import Layout, PlanProgram
 
 CLIP = 0.05
+BAD_STEP = 1
+"""In which the gradients of one rank are infinite, in programs in float16."""
 _EVALUATED = 50
 """Added to a step's number: its samples to evaluate with."""
 
@@ -61,6 +64,8 @@ class Ranked:
     def __init__(self, program: PlanProgram, layout: Layout, *, is_new: bool = True, **keys: Any) -> None:
         self.program, self.layout = program, layout
         self.here = fd.init(timeout_seconds=20)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when gradients are the means."""
         self.model: Text = make_model(program)
         if not is_new:
             with torch.no_grad():
@@ -71,6 +76,8 @@ class Ranked:
         fd.distribute(self.model, self.optimizers, fd.Plan.from_mapping(self._plan() | keys, where="program"))
         if not program.early:
             self.schedulers = make_schedulers(program, self.optimizers)
+        if program.loader and layout in program.layouts:
+            self.batches = iter(fd.shard(loader(program, layout)))
         self.others: dict[str, Any] = {f"optimizer{n}": each for n, each in enumerate(self.optimizers) if n}
         self.others |= {f"scheduler{n}": each for n, each in enumerate(self.schedulers)}
 
@@ -91,10 +98,16 @@ class Ranked:
         trace = Trace()
         for step in range(first, last):
             self.step(step, trace)
-        for name, parameter in self.model.named_parameters():
-            if parameter.numel() or isinstance(parameter, DTensor):
-                trace.parts[name] = (whole(parameter), split_of(parameter))
+        if self.layout.is_delayed:
+            self._update_late()
+        self.note_parts(trace)
         return trace
+
+    def note_parts(self, trace: Trace) -> None:
+        """Note what this rank has of each parameter."""
+        for name, parameter in self.model.named_parameters():
+            if (parameter.numel() or isinstance(parameter, DTensor)) and not isinstance(parameter, FrozenWeight):
+                trace.parts[name] = (whole(parameter), split_of(parameter))
 
     def step(self, step: int, trace: Trace) -> None:
         """Make one step."""
@@ -105,6 +118,7 @@ class Ranked:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         trace.losses.append([self._pass(step, number) for number in range(program.passes)])
+        self.before_update()
         if program.clip == "loop":
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             trace.norms.append(float(whole(norm)))
@@ -119,9 +133,22 @@ class Ranked:
             )
             trace.evaluated.append(float(found))
 
+    def _update_late(self) -> None:
+        """Make the last update of a pipeline whose gradients come one step late."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        if fd.drain(self.model):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    def _part(self, step: int, number: int) -> Part:
+        if self.program.loader:
+            return Part(*next(self.batches))
+        return self._cut(of_rank(self.program, self.layout, step, number, self.here.sample_rank))
+
     def _pass(self, step: int, number: int) -> tuple[float, float]:
         program, loss_function, count = self.program, loss_of(self.program), count_of(self.program)
-        part = self._cut(of_rank(program, self.layout, step, number, self.here.sample_rank))
+        part = self._part(step, number)
         held: AbstractContextManager[Any] = nullcontext()
         if program.accumulate == "loop":
             held = fd.accumulate(number + 1 < program.passes)
@@ -135,6 +162,8 @@ class Ranked:
                 return float(value) * program.passes, 1.0
             extra = self._penalty()
             loss = loss_function(self.model(*part.inputs(program)), part.targets)
+            if program.kind == "fp16" and step == BAD_STEP and self.here.sample_rank == 0:
+                loss = loss * float("inf")
             counted = float(part.targets.numel() if count is None else count(part.targets))
             if count is not None:
                 fd.weight(count(part.targets))
@@ -193,14 +222,30 @@ class Alone:
         self.optimizers = make_optimizers(program, self.model)
         self.schedulers = make_schedulers(program, self.optimizers)
         self.truth = Truth()
+        self.skipped: frozenset[int] = frozenset()
+        """Steps whose update is left out."""
+        self.late: dict[torch.Tensor, torch.Tensor | None] = {}
+        """Gradients of the batch before, where they come one step late."""
+        self.codec = str(program.first.keys.get("frozen_codec", "none"))
+        for name, each in self.model.named_parameters():
+            if self.codec != "none" and not each.requires_grad and name.endswith("weight") and each.dim() == 2:
+                each.data = FrozenWeight.encode(each, self.codec).decode()
 
     def train(self) -> Truth:
         """Make all steps."""
         program, truth = self.program, self.truth
+        ends = {program.span(number)[1] for number in range(len(program.layouts))}
         for step in range(program.steps):
             self.step(step)
-            if step + 1 in (program.save_at, program.steps):
-                truth.parameters[step + 1] = {n: p.detach().clone() for n, p in self.model.named_parameters()}
+            if step + 1 in ends:
+                if program.layout_at(step).is_delayed:
+                    self._delay()
+                    self._update()
+                    self.late.clear()
+                truth.parameters[step + 1] = {
+                    name: each.detach().clone().requires_grad_(each.requires_grad)
+                    for name, each in self.model.named_parameters()
+                }
         names: dict[torch.Tensor, str] = {parameter: name for name, parameter in self.model.named_parameters()}
         for optimizer in self.optimizers:
             truth.states |= {names[parameter]: state for parameter, state in optimizer.state.items()}
@@ -210,21 +255,39 @@ class Alone:
         """Make one step."""
         program, truth = self.program, self.truth
         for name, parameter in self.model.named_parameters():
-            is_early = not is_named(name, program.late) or program.trains_late(step)
-            parameter.requires_grad_(is_early and not is_named(name, program.frozen))
+            if is_named(name, program.late) and not is_named(name, program.frozen):
+                parameter.requires_grad_(program.trains_late(step))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         truth.losses.append(sum(self._pass(step, number) for number in range(program.passes)) / program.passes)
-        if program.clip != "none":
-            truth.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)))
-        for optimizer in self.optimizers:
-            optimizer.step()
+        if program.layout_at(step).is_delayed:
+            self._delay()
+        if step not in self.skipped:
+            self._update()
         for scheduler in self.schedulers:
             scheduler.step()
         if program.evaluate:
             with torch.no_grad():
                 parts = [loss * weight for loss, weight in self._losses(_EVALUATED + step, 0)]
             truth.evaluated.append(float(sum(parts)))
+
+    def gradients(self, step: int) -> dict[str, torch.Tensor]:
+        """Return the gradients of a step with the parameters as they are."""
+        self.model.zero_grad()
+        for number in range(self.program.passes):
+            self._pass(step, number)
+        return {name: each.grad for name, each in self.model.named_parameters() if each.grad is not None}
+
+    def _delay(self) -> None:
+        """Let the gradients be those of the batch before."""
+        for parameter in self.model.parameters():
+            parameter.grad, self.late[parameter] = self.late.get(parameter), parameter.grad
+
+    def _update(self) -> None:
+        if self.program.clip != "none":
+            self.truth.norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)))
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def _pass(self, step: int, number: int) -> float:
         program, total = self.program, 0.0
@@ -242,6 +305,8 @@ class Alone:
         layout = program.layout_at(step % _EVALUATED)
         count, loss_function = count_of(program), loss_of(program)
         parts: Sequence[Part] = of_all(program, layout, step, number)
+        if program.loader:
+            parts = [batch(program, step, number)]
         if program.skip == "rank":
             parts = [of_rank(program, layout, step, number, rank) for rank in range(layout.samples)]
         counts = [float(part.targets.numel() if count is None else count(part.targets)) for part in parts]

@@ -44,6 +44,16 @@ class Layout:
         """The stage."""
         return int(self.keys.get("zero", 0))
 
+    @property
+    def is_delayed(self) -> bool:
+        """Whether gradients come one step late."""
+        return self.keys.get("weight_versions") == 2
+
+    @property
+    def sync(self) -> str:
+        """When ranks meet."""
+        return str(self.keys.get("sync", "every_step"))
+
 
 @dataclass(frozen=True)
 class PlanProgram:
@@ -51,7 +61,7 @@ class PlanProgram:
 
     seed: int
     kind: str = "exact"
-    """What is special, and how it is judged: see `tests.programs.plans.kinds`."""
+    """How it is judged: "exact", or one of `tests.programs.plans.kinds`."""
     first: Layout = field(default_factory=Layout)
     then: Layout | None = None
     """Where the training goes on from a checkpoint."""
@@ -119,8 +129,13 @@ class PlanProgram:
     ragged: bool = False
     """Ranks have unequal parts of a batch."""
     evaluate: bool = False
-    option: str = ""
-    """Of the kind."""
+    adapters: bool = False
+    """Blocks have low-rank adapters, and only these and the output layer train."""
+    loader: bool = False
+    """Batches come from a loader of `fd.shard`; the last one is short."""
+    dropout: float = 0.0
+    single: bool = False
+    """The model is in float32."""
 
     def changes(self) -> dict[str, Any]:
         """Return the fields that are not those of the simplest program, for a person."""
@@ -142,6 +157,17 @@ class PlanProgram:
     def trains_late(self, step: int) -> bool:
         """Return whether late parameters train in a step."""
         return step >= LATE_STEP
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """One or two."""
+        return [self.first] if self.then is None else [self.first, self.then]
+
+    def span(self, number: int) -> tuple[int, int]:
+        """Return the first step of a layout, and that after its last one."""
+        if self.then is None:
+            return 0, self.steps
+        return (self.save_at, self.steps) if number else (0, self.save_at)
 
     def layout_at(self, step: int) -> Layout:
         """Return the layout of a step."""
