@@ -210,8 +210,8 @@ def make_model(program: PlanProgram) -> Text:
 
 
 def is_named(name: str, patterns: str) -> bool:
-    """Return whether a parameter's name fits one of the patterns."""
-    return any(fnmatch(name, each) for each in patterns.split())
+    """Return whether a parameter's name fits one of the patterns, which ``|`` divides."""
+    return any(fnmatch(name, each) for each in patterns.split("|"))
 
 
 def thaw(program: PlanProgram, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ def _adapters(program: PlanProgram, dice: random.Random) -> PlanProgram:
     """Frozen weights in few bits, with adapters."""
     program = dataclasses.replace(
         program, adapters=True, mix=dice.choice(("sdpa", "none")), feed=dice.choice(("gelu", "gated")), tied=False,
-        frozen="words.* places.* *norm* blocks.*weight blocks.*bias", late="", penalty=0.0, unused=False,
+        frozen="words.*|places.*|*norm*|blocks.*weight|blocks.*bias", late="", penalty=0.0, unused=False,
         scale=False, single=True, optimizer=dice.choice(("sgd", "adamw")),
     )  # fmt: skip
     keys = dice.choice(({}, {"frozen_codec": "int8"}, {"frozen_codec": "int4"}))
