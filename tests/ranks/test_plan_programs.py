@@ -26,6 +26,10 @@ FOUND = {
         "mix=mha loop=step ragged=true first.ranks=4 first.pipeline=2 first.schedule=zb-h1 first.micro_batches=4 "
         'first.pipeline_cuts=["blocks.1"] first.zero=2'
     ),
+    "a branch that begins at zero, divided by tokens and by heads": (
+        "zero_branches=true first.ranks=4 first.context=2 first.tensor=2 "
+        'first.tensor_recipe={"*.query":"columns","*.key":"columns","*.value":"columns","*.out":"rows"}'
+    ),
 }
 """What these programs have found, made small."""
 

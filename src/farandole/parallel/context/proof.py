@@ -146,24 +146,29 @@ def _quiet(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _revealed(model: nn.Module) -> Iterator[None]:
     """Give constant parameters noise inside, the same on all ranks, and low ones float32."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator()
     changed: list[tuple[nn.Parameter, torch.Tensor]] = []
     try:
-        for parameter in model.parameters():
+        for number, parameter in enumerate(model.parameters()):
             before = parameter.data
             if type(before) is not torch.Tensor or not before.is_floating_point() or not before.numel():
                 continue
             data = before.float() if before.dtype in _LOW else before
             if data.numel() > 1 and bool((data == data.view(-1)[:1].view((1,) * data.dim())).all()):
-                noise = torch.randn(data.shape, generator=generator, dtype=torch.float32)
+                noise = torch.randn(data.shape, generator=generator.manual_seed(number), dtype=torch.float32)
                 data = data + _NOISE * noise.to(data)
             if data is not before:
                 changed.append((parameter, before))
-                parameter.data = data
+                _set_data(parameter, data)
         yield
     finally:
         for parameter, before in changed:
-            parameter.data = before
+            _set_data(parameter, before)
+
+
+def _set_data(parameter: nn.Parameter, data: torch.Tensor) -> None:
+    with torch._C.DisableTorchFunction():  # no use of it that is watched
+        parameter.data = data
 
 
 @contextmanager
