@@ -30,6 +30,10 @@ FOUND = {
         "zero_branches=true first.ranks=4 first.context=2 first.tensor=2 "
         'first.tensor_recipe={"*.query":"columns","*.key":"columns","*.value":"columns","*.out":"rows"}'
     ),
+    "frozen weights in few bits, in a pipeline that measures its layers": (
+        "adapters=true single=true loop=step frozen=words.*|*norm*|blocks.*weight|blocks.*bias "
+        "first.pipeline=2 first.frozen_codec=int8"
+    ),
 }
 """What these programs have found, made small."""
 

@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 95_088
+CODE_LINES = 95_089
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -78,7 +78,8 @@ divided tokens; 88 went: a second region of seeds, a text form of schedules, for
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
 """Packages that import no torch, so that commands start in milliseconds;
-4 so that two checks of a first pass do not take each other for a use of weights."""
+4 so that two checks of a first pass do not take each other for a use of weights;
+1 for frozen weights in a pipeline that measures its layers."""
 
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [

@@ -11,6 +11,7 @@ from torch import nn
 
 from ...comm.device.accelerator import synchronize
 from ...core.schedule.partition import LayerCost
+from ..frozen.encode_model import stored_tensors
 from .program import Program, Segment, cut_program, run_segment
 
 REPEATS = 2
@@ -60,7 +61,7 @@ def _once(
     loss_of: Callable[[Any], torch.Tensor],
 ) -> tuple[float, int, dict[int, torch.Tensor]]:
     kept: dict[int, int] = {}
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    parameters = {each.untyped_storage().data_ptr() for each in stored_tensors(list(model.parameters()))}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
