@@ -34,6 +34,7 @@ FOUND = {
         "adapters=true single=true loop=step frozen=words.*|*norm*|blocks.*weight|blocks.*bias "
         "first.pipeline=2 first.frozen_codec=int8"
     ),
+    "a penalty on parameters of a single row, in shards": "scale=true penalty=0.05 first.zero=3",
 }
 """What these programs have found, made small."""
 

@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 95_089
+CODE_LINES = 95_099
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -73,7 +73,8 @@ for full devices; 64 so that a staged message waits neither for a rank that is g
 359 so that partial gradients of tensor parallel are found in the graph and summed where they enter, proofs run on
 drawn values, routers count the tokens of all tensor ranks, several models have one norm, and shards stand beside
 divided tokens; 88 went: a second region of seeds, a text form of schedules, formulas that tests alone used;
-28 so that what a zero-bubble schedule computes in parts counts as one pass.
+28 so that what a zero-bubble schedule computes in parts counts as one pass;
+10 so that gradients of a penalty on single rows are shards.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

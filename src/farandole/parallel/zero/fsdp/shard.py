@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ....comm.codecs.registry import packer_of
@@ -105,12 +106,25 @@ def shard_parameters(
     shards: dict[torch.Tensor, torch.Tensor] = {before[name]: after[name] for name in before}
     for source, target in shards.items():
         carry_marks(source, target)
+        if isinstance(target, DTensor) and target.shape[0] == 1:
+            _place_gradients(target)
     for each in optimizers:
         move_to_shards(each, shards)
         if left:
             StepOneByOne(here).install(each)
     _encode(here, root, plan, mesh.size(-1))
     return ShardedModel(here, model, plan, buffers)
+
+
+def _place_gradients(parameter: DTensor) -> None:
+    """Let gradients of what the loss adds (a penalty) be shards: torch leaves those of a single row whole."""
+    mesh, placements, trains = parameter.device_mesh, parameter.placements, parameter.requires_grad
+
+    def place(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.redistribute(mesh, placements) if isinstance(gradient, DTensor) else gradient
+
+    parameter.requires_grad_(True).register_hook(place)
+    parameter.requires_grad_(trains)
 
 
 def _prefetch(root: Any, units: Sequence[Any]) -> None:
