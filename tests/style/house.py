@@ -73,14 +73,13 @@ for full devices; 64 so that a staged message waits neither for a rank that is g
 359 so that partial gradients of tensor parallel are found in the graph and summed where they enter, proofs run on
 drawn values, routers count the tokens of all tensor ranks, several models have one norm, and shards stand beside
 divided tokens; 88 went: a second region of seeds, a text form of schedules, formulas that tests alone used;
-28 so that what a zero-bubble schedule computes in parts counts as one pass;
-10 so that gradients of a penalty on single rows are shards.
+28 so that what a zero-bubble schedule computes in parts counts as one pass; 4 so that two checks of a first pass
+do not take each other for a use of weights; 1 for frozen weights in a pipeline that measures its layers; 10 so that
+gradients of a penalty on single rows are shards.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
-"""Packages that import no torch, so that commands start in milliseconds;
-4 so that two checks of a first pass do not take each other for a use of weights;
-1 for frozen weights in a pipeline that measures its layers."""
+"""Packages that import no torch, so that commands start in milliseconds."""
 
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [
