@@ -56,6 +56,7 @@ def _exact(seed: int, dice: random.Random) -> PlanProgram:
         tied=chance(0.25),
         twice=chance(0.08),
         far=chance(0.2),
+        warms=chance(0.1),
         skip=pick(("none",) * 8 + ("step", "rank")),
         frozen=pick(("",) * 5 + ("words.*", "blocks.1.*", "*norm*")),
         late=pick(("",) * 4 + ("blocks.1.*", "*norm*", "*feed*", "words.*")),
@@ -118,7 +119,6 @@ def _fits(program: PlanProgram, layout: Layout) -> bool:
         layout.samples > BATCH // 2
         or (expert > 1 and (layout.zero in (1, 2) or program.feed != "experts" or expert > program.experts))
         or pipeline > program.layers
-        or (pipeline > 1 and program.skip != "none")
         or (pipeline > 1 and layout.zero and program.tied)
         or context > 2
         or layout.degree("tensor") > min(program.heads, program.key_heads)
@@ -203,7 +203,8 @@ def _of_loop(program: PlanProgram) -> dict[str, Any]:
     layouts = [each for each in (program.first, program.then) if each is not None]
     if any(each.degree("pipeline") > 1 for each in layouts):
         change["loop"] = "step"
-        change["skip"] = "none"
+        if program.skip == "rank":
+            change["skip"] = "step"
     loop = change.get("loop", program.loop)
     if loop == "step":
         change |= {"penalty": 0.0}

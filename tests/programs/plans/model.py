@@ -155,6 +155,7 @@ class Text(nn.Module):
         width = program.width
         self.left_out: frozenset[int] = frozenset()
         """Numbers of the blocks that do not run."""
+        self.rate = 1.0
         self.words = nn.Embedding(program.words, width)
         if program.places != "none":
             self.places = nn.Embedding(TOKENS, width)
@@ -180,7 +181,7 @@ class Text(nn.Module):
             x = x * self.fixed
         if self.program.scale:
             x = x * self.scale + self.shift
-        begin = x
+        begin = x = x * self.rate if self.program.warms else x
         for number, block in enumerate(self.blocks):
             if number in self.left_out:
                 continue

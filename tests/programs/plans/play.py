@@ -115,6 +115,7 @@ class Ranked:
         if program.late and program.late_by == "loop" and program.trains_late(step):
             thaw(program, self.model)
         self.model.left_out = left_out(program, step, self.here.sample_rank)
+        self.model.rate = 1.0 + 0.1 * step
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         trace.losses.append([self._pass(step, number) for number in range(program.passes)])
@@ -312,4 +313,5 @@ class Alone:
         counts = [float(part.targets.numel() if count is None else count(part.targets)) for part in parts]
         for rank, (part, counted) in enumerate(zip(parts, counts, strict=True)):
             self.model.left_out = left_out(program, step % _EVALUATED, rank)
+            self.model.rate = 1.0 + 0.1 * (step % _EVALUATED)
             yield loss_function(self.model(*part.inputs(program)), part.targets), counted / sum(counts)

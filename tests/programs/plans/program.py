@@ -97,6 +97,8 @@ class PlanProgram:
     """The first block runs twice."""
     far: bool = False
     """A connection from the first block's input to the last one's output."""
+    warms: bool = False
+    """The model computes with a number that the loop changes in each step."""
     skip: str = "none"
     """Blocks that are left out: "none", by "step" on all ranks, or by "rank"."""
     frozen: str = ""

@@ -36,7 +36,10 @@ from .split_backward import leaves_of
 from .stage import require_loss
 from .trace import trace, traced_through
 
+_MOST_KEYS = 64
+_TORCHS = frozenset(vars(nn.Module()))
 REMEDIES = {
+    "the attributes of the model": "let what a forward pass decides by be the same on the ranks of one pipeline",
     "the shapes of the batch": "give the ranks of one pipeline the same batch",
     "the samples of the batch": "give the ranks of one pipeline the same samples in the same order",
     "whether gradients are computed": "call fd.step alike on all ranks of a pipeline",
@@ -187,7 +190,16 @@ class CutModel:
     def _key(self, inputs: Any) -> str:
         trains = "".join("01"[parameter.requires_grad] for parameter in self._model.parameters())
         modes = "".join("01"[module.training] for module in self._model.modules())
-        return f"{describe(as_call(inputs))} {trains} {modes}"
+        return f"{describe(as_call(inputs))} {trains} {modes} {self._attributes()}"
+
+    def _attributes(self) -> str:
+        """Return the plain attributes of modules whose code is recorded: it decides and computes by them."""
+        found = []
+        for module in self._model.modules():
+            if module in self._through:
+                texts = {name: plain_text(each) for name, each in vars(module).items() if name not in _TORCHS}
+                found.append(sorted((name, text) for name, text in texts.items() if text is not None))
+        return str(found)
 
     def programs_for(self, parts: list[tuple[Any, Any]]) -> list[CutProgram]:
         """Return the program of each micro-batch, recorded when there is none for its shapes.
@@ -200,6 +212,7 @@ class CutModel:
     def numbers_of(self, parts: list[tuple[Any, Any]]) -> dict[str, int]:
         """Return what is the same on all ranks of the pipeline if they were given the same batch, by its name."""
         return {
+            "the attributes of the model": zlib.crc32(self._attributes().encode()),
             "the shapes of the batch": zlib.crc32(self._key(parts[0][0]).encode()),
             "the samples of the batch": fingerprint([inputs for inputs, _ in parts]),
             "whether gradients are computed": int(torch.is_grad_enabled()),
@@ -210,6 +223,8 @@ class CutModel:
     ) -> list[CutProgram]:
         """Return the programs of a batch that is the same on all ranks, or is once `before_recording` returns."""
         known = self._cuts.setdefault(self._key(parts[0][0]), [])
+        if len(self._cuts) > _MOST_KEYS:  # an attribute that changes in each step
+            del self._cuts[next(key for key, programs in self._cuts.items() if programs is not known)]
         found = []
         for inputs, _ in parts:
             tensors = tensors_of(as_call(inputs))
@@ -266,6 +281,20 @@ class CutModel:
                 remedy="let the layers be the same for all batches, or move them into one module",
             )
         return CutProgram(program, cut_program(program, [positions[call] for call in self._begins]))
+
+
+def plain_text(value: object) -> str | None:
+    """Return a number, a text or a collection of them as a text that all ranks with equal ones have; else None."""
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    if isinstance(value, dict):
+        value = list(value.items())
+    if not isinstance(value, list | tuple | set | frozenset):
+        return None
+    texts = [plain_text(each) for each in value]
+    known = [each for each in texts if each is not None]
+    ordered = sorted(known) if isinstance(value, set | frozenset) else known
+    return f"[{', '.join(ordered)}]" if len(known) == len(texts) else None
 
 
 def _guards_hold(program: Program, model: nn.Module, tensors: list[torch.Tensor]) -> bool:
