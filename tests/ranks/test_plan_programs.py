@@ -38,6 +38,10 @@ FOUND = {
     "a number that the loop changes, in the recorded code of a pipeline": (
         'warms=true loop=step first.pipeline=2 first.micro_batches=2 first.pipeline_cuts=["blocks.1"]'
     ),
+    "and between two batches, with a buffer that backward needs": (
+        "warms=true buffer=true loop=step first.pipeline=2 first.micro_batches=2 first.weight_versions=2 "
+        'first.pipeline_cuts=["blocks.1"]'
+    ),
 }
 """What these programs have found, made small."""
 

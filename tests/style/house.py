@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 95_121
+CODE_LINES = 95_122
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -75,7 +75,7 @@ drawn values, routers count the tokens of all tensor ranks, several models have 
 divided tokens; 88 went: a second region of seeds, a text form of schedules, formulas that tests alone used;
 28 so that what a zero-bubble schedule computes in parts counts as one pass; 4 so that two checks of a first pass
 do not take each other for a use of weights; 1 for frozen weights in a pipeline that measures its layers; 10 so
-that gradients of a penalty on single rows are shards; 22 so that a pipeline sees attributes that change.
+that gradients of a penalty on single rows are shards; 23 so that a pipeline sees attributes that change.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

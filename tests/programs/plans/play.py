@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -115,7 +115,7 @@ class Ranked:
         if program.late and program.late_by == "loop" and program.trains_late(step):
             thaw(program, self.model)
         self.model.left_out = left_out(program, step, self.here.sample_rank)
-        self.model.rate = 1.0 + 0.1 * step
+        self.model.rate = rate_of(program, step)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         trace.losses.append([self._pass(step, number) for number in range(program.passes)])
@@ -174,7 +174,12 @@ class Ranked:
             return float(loss.detach()) if counted else 0.0, counted
 
     def _penalty(self) -> torch.Tensor | float:
-        return whole(penalty_of(self.model, self.program)) if self.program.penalty else 0.0
+        """Return the penalty: of shards, and apart of what is whole, such as experts."""
+        if not self.program.penalty:
+            return 0.0
+        shards = [each for each in self.model.parameters() if isinstance(each, DTensor)]
+        others = [each for each in self.model.parameters() if not isinstance(each, DTensor)]
+        return sum(whole(penalty_of(each, self.program)) for each in (shards, others) if each)
 
     def _cut(self, part: Part) -> Part:
         if self.layout.degree("context") == 1:
@@ -197,10 +202,15 @@ def whole(value: torch.Tensor) -> torch.Tensor:
     return value if value.requires_grad and not value.is_leaf else value.detach().clone()
 
 
-def penalty_of(model: nn.Module, program: PlanProgram) -> torch.Tensor:
-    """Return the penalty on all parameters."""
-    found: torch.Tensor = sum(each.square().sum() for each in model.parameters())  # type: ignore[assignment]
+def penalty_of(parameters: Iterable[nn.Parameter], program: PlanProgram) -> torch.Tensor:
+    """Return the penalty on parameters."""
+    found: torch.Tensor = sum(each.square().sum() for each in parameters)  # type: ignore[assignment]
     return program.penalty * found
+
+
+def rate_of(program: PlanProgram, step: int) -> float:
+    """Return the number that the model computes with in a step."""
+    return 1.0 + 0.1 * (step % _EVALUATED) if program.warms else 1.0
 
 
 def left_out(program: PlanProgram, step: int, rank: int) -> frozenset[int]:
@@ -297,7 +307,7 @@ class Alone:
             routers = fd.router_loss(self.model, balance=program.balance, z=program.z) if program.routes else 0.0
             ((loss + routers) * weight / program.passes).backward()
         if program.penalty:
-            (penalty_of(self.model, program) / program.passes).backward()
+            (penalty_of(self.model.parameters(), program) / program.passes).backward()
         return total
 
     def _losses(self, step: int, number: int) -> Iterator[tuple[torch.Tensor, float]]:
@@ -313,5 +323,5 @@ class Alone:
         counts = [float(part.targets.numel() if count is None else count(part.targets)) for part in parts]
         for rank, (part, counted) in enumerate(zip(parts, counts, strict=True)):
             self.model.left_out = left_out(program, step % _EVALUATED, rank)
-            self.model.rate = 1.0 + 0.1 * (step % _EVALUATED)
+            self.model.rate = rate_of(program, step)
             yield loss_function(self.model(*part.inputs(program)), part.targets), counted / sum(counts)

@@ -9,7 +9,7 @@ import torch
 from farandole.core.vocabulary.sync_spec import SyncSpec
 
 from .data import count_of, loss_of, of_rank
-from .play import Alone
+from .play import Alone, rate_of
 from .program import PlanProgram
 
 
@@ -22,6 +22,7 @@ class _One(Alone):
 
     def _losses(self, step: int, number: int) -> Iterator[tuple[torch.Tensor, float]]:
         assert count_of(self.program) is None, "meetings go by samples"
+        self.model.rate = rate_of(self.program, step)
         part = of_rank(self.program, self.program.first, step, number, self._rank)
         yield loss_of(self.program)(self.model(*part.inputs(self.program)), part.targets), 1.0
 

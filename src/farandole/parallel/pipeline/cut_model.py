@@ -350,4 +350,5 @@ def _undisturbed(model: nn.Module) -> Iterator[None]:
         set_random_states(on_devices)
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # backward of another batch may have saved it as it is
+                    buffer.copy_(before)
