@@ -15,6 +15,8 @@ SERVICE: Final = "tables"
 class TablesService:
     """See `RowService`, one for each name. Config: ``ranks``."""
 
+    is_behind = False
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._ranks = set(config["ranks"])
         self._tables: dict[str, RowService] = {}

@@ -13,11 +13,13 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from ...core.vocabulary.errors import CommError, LaunchError, PeerLost, Stalled
+from ...core.vocabulary.notice import write_notice
 from ...core.wire.framing import FrameError
 from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection, wait_for_any
 from .loop import CONTROL
@@ -37,6 +39,22 @@ _LEAVE_SECONDS = 20.0
 class _Bounds(NamedTuple):
     kept_bytes: int
     reply_bytes: int
+
+
+@dataclass
+class _Server:
+    """What a client knows of its server's process and disk."""
+
+    process: int = 0
+    """0: it was never called."""
+    losses: int = 0
+    """Times that the connection was lost since the last reply, and `deaths`."""
+    deaths: int = 0
+    """Times that the process died since it wrote a snapshot."""
+    forgotten: int = 0
+    """The last request that is in no snapshot and is kept no more."""
+    is_behind: bool = False
+    """Whether it has told what it could not restore."""
 
 
 class ServerClient:
@@ -71,8 +89,7 @@ class ServerClient:
         self._asked: tuple[int, ServerMessage] | None = None
         """The request whose reply is not there."""
         self._reply: ServerMessage | None = None
-        self._losses = 0
-        """Times that the connection was lost since the last reply."""
+        self._server = _Server()
         self.restored: list[ServerProcess] = []
         """Servers that were started anew from here."""
         self._connect()
@@ -102,9 +119,16 @@ class ServerClient:
         self._ask(service, values, tensors, keeps=keeps)
 
     def save(self) -> None:
-        """Have the server write a snapshot, and wait until it is on the disk."""
+        """Have the server write a snapshot, and wait until it is on the disk.
+
+        Where it cannot, nothing is kept for it any more, as that would have no bound: it goes on, and its death is
+        a loss.
+        """
         self._ask(CONTROL, {"do": "snapshot"}, (), keeps=False)
-        wait_for([self])
+        if not wait_for([self])[0].values["saved"] and self._kept:
+            self._server.forgotten = self._kept[-1][0]
+            self._kept.clear()
+            self._kept_bytes = 0
 
     def leave(self) -> bool:
         """Say that this client has ended, and wait for the server's end if it was the last; return whether it was.
@@ -201,12 +225,20 @@ class ServerClient:
                 self._connect()
 
     def _take(self, reply: ServerMessage) -> None:
-        durable = int(reply.values.get("durable", 0))
+        if "alarm" in reply.values:
+            write_notice(
+                f"ALARM: {self._operation}: no snapshot could be written into {self.place.directory}: "
+                f"{reply.values['alarm']}; it goes on, and tries again"
+            )
+            return
+        durable = int(reply.values["durable"])
+        self._server.is_behind = bool(reply.values["behind"])
+        self._server.deaths = 0 if reply.values["saved"] else self._server.deaths
         while self._kept and self._kept[0][0] <= durable:
             self._kept_bytes -= self._kept.popleft()[1].nbytes
         if self._asked is None or reply.values.get("seq") != self._asked[0]:
             return  # to a request that was sent again, and was answered before
-        self._asked, self._losses = None, 0
+        self._asked, self._server.losses = None, self._server.deaths
         self._reply = reply if "error" in reply.values else ServerMessage(reply.values["values"], reply.tensors)
 
     # -- connections: see [Note: what is sent again] ---------------------------------------------
@@ -216,7 +248,7 @@ class ServerClient:
         while True:
             self._still_on()
             try:
-                self._channel, last = self._call()
+                self._channel, last, process = self._call()
                 break
             except (OSError, FrameError) as found:
                 problem = str(found) or type(found).__name__
@@ -230,6 +262,15 @@ class ServerClient:
                 )
             self._restore()
             time.sleep(_LOOK_SECONDS)
+        is_another, self._server.process = self._server.process not in (0, process), process
+        self._server.deaths += is_another
+        if last < self._server.forgotten or (is_another and self._server.is_behind):
+            raise PeerLost(
+                "it died, and its last snapshot is too old to go on from: the disk took no later one",
+                rank=self._rank,
+                operation=self._operation,
+                remedy=f"look at the disk of {self.place.host}, and go on from the last checkpoint",
+            )
         for number, request in self._kept:
             if number > last and (self._asked is None or number != self._asked[0]):
                 self._channel.queue(request)
@@ -237,11 +278,12 @@ class ServerClient:
             self._channel.queue(self._asked[1])
 
     def _count_loss(self) -> None:
-        self._losses += 1
-        if self._losses > _MOST_LOSSES:
+        self._server.losses += 1
+        if self._server.losses > _MOST_LOSSES:
             said = last_words(self.place) if self._restores else ""
             raise PeerLost(
-                f"its connection was lost {self._losses} times before it replied; its last words: {said!r}",
+                f"its connection was lost {self._server.losses} times before it replied or wrote a snapshot; its "
+                f"last words: {said!r}",
                 rank=self._rank,
                 operation=self._operation,
                 remedy=f"look at the disk and the memory of {self.place.host}, and go on from the last checkpoint",
@@ -262,8 +304,8 @@ class ServerClient:
         if process is not None:
             self.restored.append(process)
 
-    def _call(self) -> tuple[ServerChannel, int]:
-        """Return a connection, and the number of the last request that the server knows. Raises `OSError`."""
+    def _call(self) -> tuple[ServerChannel, int, int]:
+        """Return a connection, the last request that the server knows, and its process. Raises `OSError`."""
         connection = open_connection(self.place.address, self.place.port, _CALL_SECONDS)
         try:
             asked = bytearray()
@@ -295,7 +337,7 @@ class ServerClient:
                 operation=self._operation,
                 remedy="this rank cannot go on: start it anew with the next generation, from a checkpoint",
             )
-        return channel, int(said[0].values["last"])
+        return channel, int(said[0].values["last"]), int(said[0].values["process"])
 
 
 def wait_for(

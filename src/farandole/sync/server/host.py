@@ -38,7 +38,14 @@ class ServiceHost:
     """By client: the last request that changed something and that is in a snapshot on the disk."""
     changes: int = 0
     """Requests and departures so far that changed something."""
+    has_saved: bool = False
+    """Whether this process has written a snapshot."""
     _clients: dict[int, _Client] = field(default_factory=dict)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a client knows what would be lost with this process. See `Service.is_behind`."""
+        return any(each.is_behind for each in self.services.values())
 
     def last_of(self, client: int) -> int:
         """Return the number of the last request of a client that changed something."""
@@ -61,7 +68,7 @@ class ServiceHost:
         if keeps and number <= known.last:
             answer = known.answer if number == known.last else {"values": {}}
             known.waits = (number, name, True) if answer is None else None
-            return [] if answer is None else [self._reply(client, number, answer)]
+            return [] if answer is None else [self.reply(client, number, answer)]
         if keeps:
             known.last, known.answer = number, None
             self.changes += 1
@@ -128,9 +135,11 @@ class ServiceHost:
         if keeps:
             assert not tensors, f"{name}: a reply to a request that changes something has no tensors"
             known.answer = said
-        return [self._reply(client, number, said, tensors)]
+        return [self.reply(client, number, said, tensors)]
 
-    def _reply(
+    def reply(
         self, client: int, number: int, said: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()
     ) -> tuple[int, ServerMessage]:
-        return client, ServerMessage({"seq": number, "durable": self.durable.get(client, 0), **said}, tensors)
+        """Return a reply, with what the client must know of the disk."""
+        disk = {"durable": self.durable.get(client, 0), "saved": self.has_saved, "behind": self.is_behind}
+        return client, ServerMessage({"seq": number, **disk, **said}, tensors)

@@ -12,6 +12,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...core.wire.framing import FrameError
@@ -24,6 +25,8 @@ HELLO_SECONDS = 5.0
 """For a caller to say who it is."""
 _MOST_STRANGERS = 64
 _TICK_SECONDS = 0.1
+_RETRY_SECONDS = 5.0
+"""After a snapshot that could not be written, where none is due by the clock."""
 CONTROL = ""
 """The name in requests to the server itself, and no service."""
 
@@ -75,9 +78,11 @@ class ServerLoop:
         self._saved_changes, self._saved_at = host.changes, now
         self._wants_snapshot: list[tuple[int, int, int]] = []
         """Who asked for a snapshot: client, number of the request, changes that it must have."""
+        self._alarm: str | None = None
+        """Why snapshots cannot be written; empty once a client was told; None: they can."""
 
     def run(self, clean_up: Callable[[], None]) -> None:
-        """Serve, and `clean_up` before the last client sees the end. Raises `OSError` for a disk that is full."""
+        """Serve, and `clean_up` before the last client sees the end."""
         while self._host.expected:
             for key, events in self._selector.select(_TICK_SECONDS):
                 if key.fileobj is self._listener:
@@ -87,7 +92,8 @@ class ServerLoop:
                 else:
                     self._serve(key.data, events)
             self._tick(time.monotonic())
-        self._writer.ended(wait=True)
+        with suppress(OSError):  # no one needs it any more
+            self._writer.ended(wait=True)
         self._last_words()
         clean_up()
         for channel in self._channels.values():
@@ -159,7 +165,7 @@ class ServerLoop:
         self._channels[client] = channel
         self._missing.pop(client, None)
         self._selector.register(channel.socket, selectors.EVENT_READ, client)
-        self._send([(client, ServerMessage({"last": self._host.last_of(client)}))])
+        self._send([(client, ServerMessage({"last": self._host.last_of(client), "process": os.getpid()}))])
 
     # -- clients -------------------------------------------------------------------------------
 
@@ -177,9 +183,7 @@ class ServerLoop:
             return
         try:
             for request in requests:
-                self._take(
-                    client, request
-                )  # an OSError here is of a service, as of a full disk, and ends the server
+                self._take(client, request)  # an OSError here is of a service, and ends the server
         except FrameError:
             if self._channels.get(client) is channel:
                 self._drop(client)
@@ -193,7 +197,7 @@ class ServerLoop:
         number, values = int(request.values["seq"]), request.values["values"]
         if values.get("do") == "leave":
             is_last = self._host.expected == {client}
-            self._send([(client, ServerMessage({"seq": number, "values": {"last": is_last}}))])
+            self._send([self._host.reply(client, number, {"values": {"last": is_last}})])
             self._send(self._host.leave(client))
         elif values.get("do") == "snapshot":
             self._wants_snapshot.append((client, number, self._host.changes))
@@ -236,23 +240,46 @@ class ServerLoop:
             self._send(self._host.leave(client))
             # What it sent cannot be sent again.
             self._wants_snapshot.append((client, -1, self._host.changes))
-        lasts = self._writer.ended()
-        if lasts is not None:
-            self._host.durable = lasts
-            self._tell_saved()
+        self._end_snapshot()
         changed = self._host.changes - self._saved_changes
         seconds = self._limits.snapshot_seconds
-        is_due = bool(seconds) and changed and now >= self._saved_at + seconds
-        if (is_due or self._wants_snapshot) and not self._writer.is_busy and self._host.expected:
+        is_time = now >= self._saved_at + (seconds or _RETRY_SECONDS)
+        if self._writer.is_busy or not self._host.expected:
+            return
+        if self._writer.has_failed and is_time:
+            self._saved_at = now
+            self._writer.again()
+        elif self._writer.has_failed:
+            self._tell_saved(is_saved=False)
+        elif self._wants_snapshot or (is_time and ((seconds and changed) or self._host.is_behind)):
             self._saved_changes, self._saved_at = self._host.changes, now
             self._writer.begin(self._host.state(), self._host.lasts())
 
-    def _tell_saved(self) -> None:
-        done = [each for each in self._wants_snapshot if each[2] <= self._saved_changes]
-        self._wants_snapshot = [each for each in self._wants_snapshot if each not in done]
+    def _end_snapshot(self) -> None:
+        """See whether one is on the disk; a disk that fails is an alarm, once, and no reason to end."""
+        try:
+            lasts = self._writer.ended()
+        except OSError as problem:
+            if self._alarm is None:
+                self._alarm = problem.strerror or str(problem)
+            self._tell_saved(is_saved=False)
+            lasts = None
+        if lasts is not None:
+            self._alarm = None
+            self._host.durable, self._host.has_saved = lasts, True
+            self._tell_saved(is_saved=True)
+        client = min(self._host.expected, default=-1)
+        if self._alarm and client in self._channels:
+            alarm, self._alarm = self._alarm, ""
+            self._send([(client, ServerMessage({"alarm": alarm}))])
+
+    def _tell_saved(self, *, is_saved: bool) -> None:
+        wants = self._wants_snapshot
+        done = [each for each in wants if (each[2] <= self._saved_changes if is_saved else each[1] >= 0)]
+        self._wants_snapshot = [each for each in wants if each not in done]
         for client, number, _ in done:
-            values = {"seq": number, "durable": self._host.durable.get(client, 0), "values": {}}
-            self._send([(client, ServerMessage(values))] if number >= 0 else [])
+            if number >= 0:
+                self._send([self._host.reply(client, number, {"values": {"saved": is_saved}})])
 
     def _last_words(self) -> None:
         """Send replies to clients that have left, for a moment."""

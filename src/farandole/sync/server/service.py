@@ -19,6 +19,10 @@ from .message import ServerMessage
 class Service(Protocol):
     """Runs in one thread: no call comes before the last one has returned."""
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether a client was told what could not be restored: a disk failed. A snapshot is due then."""
+
     def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         """Do what a rank asks for; return the reply, or None to reply later by `due`.
 

@@ -136,6 +136,8 @@ def restore_server(place: ServerPlace, key: bytes) -> ServerProcess | None:
         lock = (directory / _LOCK).open("w")
     except FileNotFoundError:
         raise LaunchError(f"server {place.number} on {place.host} has ended, and {directory} is gone") from None
+    except OSError as problem:
+        raise LaunchError(f"server {place.number} on {place.host} has ended: {problem}") from None
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

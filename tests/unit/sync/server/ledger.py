@@ -14,6 +14,8 @@ from farandole.sync.server.message import ServerMessage
 class Ledger:
     """Sums tensors. A read of ``at_least`` entries waits for them."""
 
+    is_behind = False
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.total = torch.zeros(config["elements"], dtype=torch.float64)
         self.entries: list[list[int]] = []

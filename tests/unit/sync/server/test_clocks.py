@@ -120,6 +120,24 @@ def test_a_journal_goes_on_over_snapshots_of_which_the_last_is_not_on_the_disk(t
         assert ask(again, 0, do="gather", what="fd.drain", number=1) != [], "it was said that all have met"
 
 
+def test_decisions_that_the_disk_does_not_take_are_written_when_it_does(tmp_path: Path) -> None:
+    service = ClockService(config := {"ranks": [0], "staleness": None, "directory": str(tmp_path)})
+    state = service.state()
+    blocked = tmp_path / "journal-1"
+    blocked.mkdir()
+    for step in range(3):
+        ask(service, 0, do="finish", step=step, share=1.0, read=0)
+        assert service.is_behind
+    blocked.rmdir()
+    service.state()
+    assert not service.is_behind
+    again = ClockService(config)
+    again.load(state)
+    found, expected = (ask(each, 0, do="look")[0][1].values["entries"] for each in (again, service))
+    assert found == expected
+    assert len(found) == 3
+
+
 def test_what_ranks_have_met_for_is_known_after_a_restoration(tmp_path: Path) -> None:
     """Rank 0 has heard that both met, and goes on; rank 1 asks again."""
     service = ClockService(config := {"ranks": [0, 1], "staleness": 0, "directory": str(tmp_path)})

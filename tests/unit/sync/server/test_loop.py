@@ -206,3 +206,31 @@ def test_strangers_that_say_nothing_are_let_go(served: Served, monkeypatch: pyte
         for each in strangers:
             each.close()
     add(first, 1)
+
+
+def test_a_snapshot_that_cannot_be_written_is_an_alarm_once_and_is_tried_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served, blocked, said = Served(tmp_path, snapshot_seconds=0.05), tmp_path / "snapshot.new", ""
+
+    def alarms(first: ServerClient) -> int:
+        nonlocal said
+        add(first, 1)
+        said += capsys.readouterr().err
+        return said.count("ALARM: server 0 on there: no snapshot could be written into")
+
+    try:
+        first, second = served.call(0), served.call(1, most_kept_bytes=100)
+        for count in (1, 2):
+            blocked.mkdir()
+            until(lambda count=count: alarms(first) == count)  # type: ignore[misc]
+            for _ in range(20):
+                add(second, 2)  # more than is kept for a snapshot
+                time.sleep(0.01)
+            assert alarms(first) == count
+            blocked.rmdir()
+            second.save()
+            until(lambda: len(entries_on_disk(served)) == len(served.loop._host.services["ledger"].entries))  # type: ignore[attr-defined]
+        assert "Is a directory; it goes on, and tries again" in said
+    finally:
+        served.close()

@@ -126,9 +126,47 @@ def test_a_server_that_dies_of_a_request_whenever_it_is_restored_is_an_error_wit
     monkeypatch.setattr("farandole.sync.server.client._MOST_LOSSES", 2)
     first = running.call(0)
     add(first, 1)
-    with pytest.raises(PeerLost, match=r"lost 3 times before it replied; .*OSError: no space left on the device"):
+    with pytest.raises(PeerLost, match=r"lost 3 times before it replied .*OSError: no space left on the device"):
         first.call("ledger", {"do": "die"}, keeps=True)
     assert len(first.restored) == 2
+
+
+@pytest.mark.timeout(120)
+def test_a_server_that_dies_again_and_again_between_replies_is_an_error_unless_it_writes_snapshots(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farandole.sync.server.client._MOST_LOSSES", 1)
+    first = running.call(0)
+
+    def die() -> None:
+        process = first.restored[-1] if first.restored else running.processes[0]
+        process.kill()
+        process.wait()
+
+    for entry in range(2):
+        die()
+        add(first, entry)
+        first.save()
+    die()
+    add(first, 2)
+    die()
+    with pytest.raises(PeerLost, match=r"lost 2 times before it replied or wrote a snapshot"):
+        add(first, 3)
+
+
+@pytest.mark.timeout(120)
+def test_a_server_whose_disk_takes_no_snapshot_goes_on_and_its_death_is_told(tmp_path: Path) -> None:
+    running = Running(tmp_path, clients=1)
+    first = running.call(0, most_kept_bytes=100)
+    (Path(running.place.directory) / "snapshot.new").mkdir()
+    for entry in range(20):
+        add(first, entry)
+    assert len(read(first)[0]) == 20
+    running.processes[0].kill()
+    running.processes[0].wait()
+    with pytest.raises(PeerLost, match="its last snapshot is too old to go on from: the disk took no later one"):
+        add(first, 20)
+    running.close()
 
 
 @pytest.mark.timeout(120)

@@ -1,7 +1,8 @@
 """The clocks of all ranks as a service of the first server: see `clocks`. It decides, and the others follow.
 
 [Note: journal] A decision is in a file before a rank hears of it, one line each: a server that was killed finds
-there what came after its snapshot, and never decides twice about the same step.
+there what came after its snapshot, and never decides twice about the same step. Where the disk takes no line, the
+ranks go on and know that the server cannot be restored (`is_behind`), until it does or a snapshot is written.
 """
 
 from __future__ import annotations
@@ -39,7 +40,14 @@ class ClockService:
         self._gathered = 0
         """Times that all ranks came together."""
         self._journal_number = 0
+        self._unwritten = b""
+        """Lines that the disk has not taken."""
         self._read_journals()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether ranks were told what the journal has not."""
+        return bool(self._unwritten)
 
     def handle(self, client: int, request: ServerMessage) -> ServerMessage | None:
         """``finish``, ``wait`` and ``gather``; see `policy` for when a rank asks for which."""
@@ -84,6 +92,8 @@ class ClockService:
 
     def state(self) -> ServerMessage:
         """Return the clocks, and begin another journal; that before is kept until this snapshot is on the disk."""
+        if self._unwritten:
+            self._write_out()
         for number in range(self._journal_number):
             with suppress(FileNotFoundError):
                 self._journal(number).unlink()
@@ -151,8 +161,16 @@ class ClockService:
             self._append({"version": self._clocks.version - len(entries) + offset, "entry": entry})
 
     def _append(self, line: Mapping[str, Any]) -> None:
-        with self._journal(self._journal_number).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self._unwritten += json.dumps(line).encode() + b"\n"
+        self._write_out()
+
+    def _write_out(self) -> None:
+        with suppress(OSError), self._journal(self._journal_number).open("ab", buffering=0) as file:
+            before = file.tell()
+            if file.write(self._unwritten) == len(self._unwritten):
+                self._unwritten = b""
+            else:
+                file.truncate(before)
 
     def _read_journals(self) -> None:
         number = self._journal_number

@@ -22,6 +22,8 @@ SERVICE = "dense"
 class DenseShard:
     """A service. It applies entries of `clocks.Clocks` in their order, each when its pushes are there."""
 
+    is_behind = False
+
     def __init__(self, config: Mapping[str, Any]) -> None:
         """`config`: nothing; what is held comes with ``install``."""
         self._parameters: list[torch.nn.Parameter] = []
