@@ -8,18 +8,26 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tests import warm
 from tests.ranks.pool import _place, free_port, patient
 from tests.ranks.started import started
+from tests.ranks.test_launch import FARANDOLE
 from tests.warm import run
 
 SCRIPT = """
 import os, signal, sys, time, torch, farandole as fd
 from torch import nn
+asks = "asks" in sys.argv
+if "before init" in sys.argv and os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
 from farandole.parallel.apply import policy_of
 sync, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-here = fd.init()
+here = fd.init(timeout_seconds=20)
+if "before a step" in sys.argv and here.rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -31,6 +39,7 @@ for step in range(1, steps + 1):
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+    assert not asks or not fd.preempted()
     time.sleep(pause)
     if step == 5:
         print("five", flush=True)
@@ -138,3 +147,61 @@ def test_the_launcher_lets_the_others_go_on_without_a_rank_that_is_killed_unless
         else:
             assert done.returncode == 137, done.stderr
             assert "rank 0" in done.stderr
+
+
+@patient
+@pytest.mark.parametrize("when", ["before init", "before a step", "asks"])
+def test_a_rank_that_the_others_need_ends_the_job_when_it_is_killed(when: str, tmp_path: Path) -> None:
+    """It has not made a step yet, or the loop asks all ranks in each step."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = run(
+        tmp_path, "run", "-np", "2", "--set", "sync=server:staleness=2", "--", sys.executable, str(script),
+        "launched", "30", "0.02", "1", when,
+    )  # fmt: skip
+    assert "rank 1 on" in done.stderr
+    assert "failed: killed by signal 9 (SIGKILL)" in done.stderr, done.stderr
+    assert "go on without it" not in done.stderr
+    assert done.returncode == 137, done.stderr
+
+
+def servers_of(launcher: int) -> list[int]:
+    """Return the processes of servers that the ranks of a job have started."""
+    found = psutil.Process(launcher).children(recursive=True)
+    return [each.pid for each in found if any("farandole.sync.server" in word for word in each.cmdline())]
+
+
+@patient
+@pytest.mark.parametrize("end", ["interrupted", "launcher killed", "ranks killed", "while it imports"])
+def test_servers_are_gone_within_two_seconds_of_their_job(end: str, tmp_path: Path) -> None:
+    script, out = tmp_path / "train.py", tmp_path / "out"
+    script.write_text(SCRIPT)
+    words = [
+        *FARANDOLE[1:],
+        "run",
+        "-np",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--",
+        sys.executable,
+        str(script),
+    ]
+    with out.open("w") as to, (tmp_path / "err").open("w") as err:
+        launcher = warm.start(tmp_path, *words, "server:staleness=2", "9999", "0.02", "-1", out=to, err=err)
+        until = time.monotonic() + 60
+        while "five" not in out.read_text() if end != "while it imports" else not servers_of(launcher.pid):
+            assert launcher.poll() is None, (tmp_path / "err").read_text()
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        servers = servers_of(launcher.pid)
+        assert len(servers) == 1
+        if end == "ranks killed":
+            for each in psutil.Process(launcher.pid).children(recursive=True):
+                if each.ppid() == launcher.pid and each.pid not in servers:
+                    each.kill()
+        else:
+            os.kill(launcher.pid, signal.SIGINT if end == "interrupted" else signal.SIGKILL)
+        launcher.wait(20)
+    wait_until_gone(servers, 2)
+    assert not list((tmp_path / "run").glob("farandole-server-*"))

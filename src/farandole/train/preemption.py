@@ -65,6 +65,7 @@ def preempted_or(other: bool) -> tuple[bool, bool]:
     if not has_world() or world().size == 1:
         return _warning.by != 0, other
     here = world()
+    here.session.asks_all_ranks = True
     flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
     with translated(here, "preempted"):
         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=here.group)

@@ -26,19 +26,23 @@ class Job(FixedJob):
         self.said.append(text)
 
 
+@pytest.mark.parametrize("is_missed", [False, True])
 @pytest.mark.parametrize(
     ("rank", "code", "outlives", "stops"),
     [(1, -9, True, False), (0, -9, True, True), (1, 1, True, True), (1, -9, False, True), (1, 0, True, False)],
 )
-def test_which_ends_of_ranks_stop_a_job_with_servers(rank: int, code: int, outlives: bool, stops: bool) -> None:
-    job = Job([Exit(rank, code, 1.0)], outlives_ranks=outlives)
+def test_which_ends_of_ranks_stop_a_job_with_servers(
+    rank: int, code: int, outlives: bool, stops: bool, is_missed: bool
+) -> None:
+    job, stops = Job([Exit(rank, code, 1.0, is_missed=is_missed)], outlives_ranks=outlives), stops or is_missed
+    stops = stops and code != 0
     assert job._has_failed(2.0) is stops
     assert job._has_failed(3.0) is stops
-    assert len(job.said) == (outlives and code < 0 and rank > 0)
+    assert len(job.said) == (outlives and code < 0 and rank > 0 and not is_missed)
 
 
 def test_a_rank_that_was_done_without_is_not_the_cause_of_a_later_failure() -> None:
-    killed, failed = Exit(2, -9, 1.0), Exit(1, 1, 9.0)
+    killed, failed = Exit(2, -9, 1.0, is_missed=False), Exit(1, 1, 9.0)
     job = Job([killed], outlives_ranks=True)
     assert not job._has_failed(2.0)
     job._exits.append(failed)

@@ -37,6 +37,8 @@ class Session:
     """The plan's: how long no step is done before it is said who waits for whom; 0: never."""
     is_tuned: bool = False
     """Whether the exchange of gradients may change while the job runs, so that it is made ready for that."""
+    asks_all_ranks: bool = False
+    """Whether the loop asks all ranks in its steps, as `fd.preempted` does."""
     _kept: dict[type, Any] = field(default_factory=dict)
     _dropped: deque[Callable[[], None]] = field(default_factory=deque)
     _closers: Listeners = field(default_factory=Listeners)

@@ -15,6 +15,7 @@
         crashes/rank_<r>.json its exception, when it had one             (rank r)
         stacks/rank_<r>.txt   where it stood when the job hung           (rank r, launcher)
         positions/rank_<r>.json  where it stands, when it does no steps  (rank r)
+        dispensable/rank_<r>  the others go on without it (servers)      (rank r)
         stall.json            which rank stood where when all waited     (rank 0)
         failure.json          why the job stopped, when it failed        (launcher)
         interrupted.json      the signal that ended it, and who waited   (launcher)
@@ -28,8 +29,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
+import shutil
+import threading
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -50,10 +54,12 @@ STALL = "stall.json"
 SAVES = "saves.json"
 STACKS = "stacks"
 POSITIONS = "positions"
+DISPENSABLE = "dispensable"
 SIMULATED = "simulated"
 """Key of ``run.json``: what was assumed of a run that was simulated and never ran; other runs have none."""
 _LATEST_SECONDS = 1e11
 """In some thousands of years: what a clock never says."""
+_LOOK_SECONDS = 0.2
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 
@@ -81,6 +87,20 @@ def stacks_path(run_directory: Path, rank: int) -> Path:
 def position_path(run_directory: Path, rank: int) -> Path:
     """Return where rank `rank` leaves its position while it does no steps."""
     return run_directory / POSITIONS / f"rank_{rank}.json"
+
+
+def mark_dispensable(run_directory: str | None, rank: int, *, is_so: bool) -> None:
+    """Leave word whether the others go on without rank `rank`; without it, as on a full disk, they do not."""
+    with contextlib.suppress(OSError):
+        if run_directory is not None and is_so:
+            write_private(Path(run_directory) / DISPENSABLE / f"rank_{rank}", "")
+        elif run_directory is not None:
+            (Path(run_directory) / DISPENSABLE / f"rank_{rank}").unlink()
+
+
+def is_dispensable(run_directory: Path, rank: int) -> bool:
+    """Return what `mark_dispensable` left last."""
+    return (run_directory / DISPENSABLE / f"rank_{rank}").exists()
 
 
 def write_private(path: Path, content: str | bytes) -> None:
@@ -177,3 +197,48 @@ def read_crashes(run_directory: Path) -> list[Crash]:
         with contextlib.suppress(OSError, ValueError, TypeError):
             crashes.append(Crash(**json.loads(path.read_text(encoding="utf-8"))))
     return sorted(crashes, key=lambda crash: crash.when_seconds)
+
+
+class JobLock:
+    """The launcher's hold on a run directory, of which the kernel lets go when it dies.
+
+    So a process in a session of its own, which outlives the rank that started it, ends with the job all the same,
+    however the launcher and the ranks end. Several launchers may share a directory. Where a file system has no
+    locks this does nothing.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._held = contextlib.ExitStack()
+        with contextlib.suppress(OSError):
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            self._held.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        """Let go of it: the job has ended. May be called twice."""
+        self._held.close()
+
+
+def is_held(directory: Path) -> bool:
+    """Return whether a launcher holds `directory`, as far as is known: also where there are no locks."""
+    with contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        at_end.callback(os.close, descriptor)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    return True
+
+
+def end_with_job(directory: Path) -> None:
+    """End this process, and remove `directory`, once no launcher holds the run directory around it.
+
+    A thread looks, so that a process ends that has not come to its loop yet.
+    """
+
+    def watch() -> None:
+        while is_held(directory.parent):
+            time.sleep(_LOOK_SECONDS)
+        shutil.rmtree(directory, ignore_errors=True)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="farandole-job-lock", daemon=True).start()

@@ -89,7 +89,8 @@ class RemoteJob(FixedJob):
                 raise FrameError(f"the end of rank {rank}, which does not run there")
             link.unfinished.remove(rank)
             held = self.output.finish(rank, failed=code != 0)
-            self._exits.append(Exit(rank, code, now, bool(message["stopped"]), held))
+            ended = Exit(rank, code, now, bool(message["stopped"]), held, bool(message["is_missed"]))
+            self._exits.append(ended)
         elif kind == "crash":
             crash = unpack_crash(message["crash"])
             if crash.rank not in {place.rank for place in link.places}:

@@ -41,6 +41,8 @@ class Exit:
     stopped_by_us: bool = False
     held: str = ""
     """What it wrote last to stderr, when that was a traceback."""
+    is_missed: bool = True
+    """Whether the others cannot go on without it (`run_files.is_dispensable`)."""
 
     @property
     def failed(self) -> bool:

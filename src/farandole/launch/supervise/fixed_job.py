@@ -46,7 +46,8 @@ class FixedJob(JobLoop):
         """Return the ends of ranks but those that the job goes on without."""
         if self._job.outlives_ranks and self._failed_at is None and not self._stopping:
             for ended in self._exits:
-                if ended.failed and ended.code < 0 and ended.rank > 0 and ended.rank not in self._missed:
+                may_miss = ended.rank > 0 and not ended.is_missed and ended.rank not in self._missed
+                if ended.failed and ended.code < 0 and may_miss:
                     self._missed.add(ended.rank)
                     name = signal.Signals(-ended.code).name
                     self.say(f"rank {ended.rank} was killed by {name}: the others go on without it")

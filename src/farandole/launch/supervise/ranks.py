@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...core.vocabulary.run_files import JobLock, is_dispensable
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from .failure import Exit
 from .process import RankProcess, start_rank
@@ -70,6 +71,7 @@ class HostRanks:
         self._frozen: set[int] = set()
         self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
         self._stack_taker = StackTaker(self.job.run_directory)
+        self._lock = JobLock(self.job.run_directory)
 
     def processes(self) -> dict[int, int]:
         """Return the process of each rank that runs."""
@@ -157,7 +159,8 @@ class HostRanks:
                 self._selector.unregister(pipe)
         self._selector.unregister(process.pidfd)
         held = self.output.finish(process.rank, failed=code != 0)
-        self.exits.append(Exit(process.rank, code, when, self._stopping, held))
+        is_missed = not is_dispensable(self.job.run_directory, process.rank)
+        self.exits.append(Exit(process.rank, code, when, self._stopping, held, is_missed))
         process.close()
         del self._running[process.rank]
         self.on_exit(self.exits[-1])
@@ -189,4 +192,5 @@ class HostRanks:
             process.close()
         self._running.clear()
         self._stack_taker.close()
+        self._lock.close()
         self._selector.close()

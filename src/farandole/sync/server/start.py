@@ -24,14 +24,21 @@ from typing import Any, Final
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import LaunchError
+from ...core.vocabulary.run_files import is_held
 from .channel import open_connection
 from .loop import Limits
 
 _LOCK, _LOG = "lock", "log"
 _ROOT = Path(__file__).resolve().parents[3]
-_START: Final = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from farandole.sync.server.main import main; sys.exit(main())"
-)
+_START: Final = """
+import pathlib, sys
+sys.path.insert(0, sys.argv[1])
+if sys.argv[2:]:
+    from farandole.core.vocabulary.run_files import end_with_job
+    end_with_job(pathlib.Path(sys.argv[2]))
+from farandole.sync.server.main import main
+sys.exit(main())
+"""
 _SHOWN_LINES = 3
 START_SECONDS = 120.0
 """For a server to listen: it imports torch first."""
@@ -71,13 +78,14 @@ def make_directory(parent: str | None) -> str:
 def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> tuple[ServerPlace, ServerProcess]:
     """Start a server of `place`, at its port if it has one; return where it is, and the process.
 
-    It is in a session of its own, and outlives this process while other clients are there.
+    It is in a session of its own, and outlives this process while other clients are there, but not the launcher.
     Raises `LaunchError` with what it said.
     """
     directory = Path(place.directory)
+    job = [str(directory)] if is_held(directory.parent) else []
     with (directory / _LOG).open("w") as log:
         process = ServerProcess(
-            [sys.executable, "-c", _START, str(_ROOT)],
+            [sys.executable, "-c", _START, str(_ROOT), *job],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
             env=inherited_environment({"OMP_NUM_THREADS": "1"}),
         )  # fmt: skip

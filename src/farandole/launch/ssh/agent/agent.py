@@ -81,9 +81,8 @@ class RankAgent(Agent):
 
     def _tell_exit(self, ended: Exit) -> None:
         self._tell_crashes(self._next_look)  # its account goes first: it may explain the end
-        self.channel.send_message(
-            {"type": "exit", "rank": ended.rank, "code": ended.code, "stopped": ended.stopped_by_us}
-        )
+        said = {"code": ended.code, "stopped": ended.stopped_by_us, "is_missed": ended.is_missed}
+        self.channel.send_message({"type": "exit", "rank": ended.rank, **said})
 
     def _tell_crashes(self, now: float) -> None:
         """Pass on new accounts of crashes."""

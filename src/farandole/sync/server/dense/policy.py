@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 
 from ....comm.gradients.grad_ownership import GradsAside
 from ....comm.world.world import World
+from ....core.environ.env import read_run_settings
 from ....core.vocabulary.errors import ConfigError, PeerLost
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.run_files import mark_dispensable
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
 from ...refuse_step import refuse_step
@@ -55,6 +57,7 @@ class ServerSync:
         """Steps since the last `drain`."""
         self._aside: GradsAside | None = None
         self._is_loaded = self._is_averaged = self._is_closed = False
+        self._has_stepped = self._is_dispensable = False
         self._loaded_optimizers: list[Optimizer] = []
         """Since the servers were given anything."""
         for each in optimizers:
@@ -92,9 +95,11 @@ class ServerSync:
                 f'plan: sync = "{self._text}": an optimizer steps after this process has left the servers',
                 remedy="train before farandole.shutdown, and in the process that called farandole.distribute",
             )
+        self._mark_dispensable()
         self._install_what_was_loaded()
         self.remote.step(optimizer, self._here.session.batch_weight.factor)
         self._undrained += 1
+        self._has_stepped = True
         self._aside = GradsAside([p for group in optimizer.param_groups for p in group["params"]])
 
     def step_ends(self, optimizer: Optimizer) -> None:
@@ -187,6 +192,13 @@ class ServerSync:
         """Give the servers what was loaded into model and optimizers; to be called by all ranks."""
         self._is_loaded = True
         self._install_what_was_loaded()
+
+    def _mark_dispensable(self) -> None:
+        """Tell the launcher, from the second step on, that this rank may die, unless the loop asks all ranks."""
+        is_so = self._has_stepped and not self._here.session.asks_all_ranks
+        if is_so != self._is_dispensable:
+            self._is_dispensable = is_so
+            mark_dispensable(read_run_settings().run_directory, self._here.job_rank, is_so=is_so)
 
     def _install_what_was_loaded(self) -> None:
         if self._is_loaded or self.remote.is_changed():
