@@ -94,15 +94,15 @@ def _halves(program: PlanProgram, dice: random.Random) -> PlanProgram:
 def _narrow(program: PlanProgram, dice: random.Random) -> PlanProgram:
     """Parameters in bfloat16: the bits of one stage are those of another.
 
-    Open: what a buffer in float32 widens (`buffer`) is refused by LayerNorm, in torch's words; with norms of
-    heads, or a parameter of one element (`scale`), stage 3 had other bits than another stage or run.
+    What is added up in another order has other bits, so there is no far connection. Open: what a buffer in float32
+    widens (`buffer`) is refused by LayerNorm, in torch's words.
     """
     layouts = [
         Layout(2, keys={"precision": "bf16", "bf16_parameters": True, "zero": dice.choice((0, 1, 2, 3))})
         for _ in "ab"
     ]
     return dataclasses.replace(
-        program, kind="bf16", single=True, buffer=False, head_norms=False, scale=False,
+        program, kind="bf16", single=True, buffer=False, far=False,
         first=layouts[0], then=layouts[1], feed=dice.choice(("gelu", "gated")),
         loss=dice.choice(("mean", "logits")), loop="plain", passes=1, accumulate="none", clip="none", late="",
         balance=0.0, z=0.0, penalty=0.0, skip="none", evaluate=False, ragged=False, tied=False, capacity=None,
