@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import resource
 import shlex
 import signal
 import subprocess
@@ -314,3 +315,27 @@ def test_a_dry_run_prints_the_environment_that_really_runs(tmp_path: Path) -> No
             name for name in real if name.startswith(("FARANDOLE_", "HOROVOD_", "MASTER_"))
         } - os.environ.keys()
         assert ours - told.keys() - os.environ.keys() == {"FARANDOLE_SECRET"}
+
+
+OPEN_FILES = """
+import resource, farandole as fd
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+print("started with", soft)
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+fd.init()
+print("joined with", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+def test_a_job_may_have_as_many_files_open_as_it_is_allowed(tmp_path: Path) -> None:
+    """The usual 1,024 are few where strangers call the ranks' listeners."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 20 if hard == resource.RLIM_INFINITY else min(hard, 1 << 20)
+    file = script(tmp_path, OPEN_FILES)
+    words = " ".join([*FARANDOLE, "run", "-np", "1", "--", sys.executable, file])
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -Sn 256; exec {words}"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"started with {most}\n" in done.stdout
+    assert f"joined with {most}\n" in done.stdout

@@ -25,6 +25,7 @@ from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.environ.tune_settings import read_tune_settings
+from ..core.host.process_status import raise_descriptor_limit
 from ..core.host.uncaught import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError
@@ -90,6 +91,7 @@ def init(
     if has_world():
         return world()
     report_uncaught_errors()
+    raise_descriptor_limit()
     settings = read_run_settings()
     if run_dir is not None and settings.run_directory and Path(run_dir) != Path(settings.run_directory):
         raise ConfigError(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
+from ...core.host.process_status import raise_descriptor_limit
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec
@@ -37,6 +38,7 @@ class Supervisor(FixedJob):
         environment: Mapping[str, str], *, status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__(output, job, status)
+        raise_descriptor_limit()
         self.ranks = HostRanks(command, places, job, output, environment)
         self._exits = self.ranks.exits
         self._directory = job.run_directory
