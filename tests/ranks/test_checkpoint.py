@@ -565,12 +565,38 @@ def test_what_was_changed_on_purpose_is_refused_before_anything_changes(tmp_path
         states = body["shared"]["optimizers"]["optimizer"]["state"]
         states["model/0.weight"]["exp_avg"] = {"$tensor": "model/0.bias"}
 
+    def optimizer_of(body: Any) -> Any:
+        return body["shared"]["optimizers"]["optimizer"]
+
+    def first_state(body: Any) -> Any:
+        return optimizer_of(body)["state"]["model/0.weight"]
+
     changes: dict[str, Any] = {
         "exp_avg of model/0.weight has the shape": exp_avg_is_a_bias,
         "states of random numbers cannot be continued": lambda body: body["ranks"][0]["random"].update(python=1),
         "a value [$]bytes of a checkpoint cannot be read": lambda body: body["ranks"][0]["others"].update(
             scheduler={"$bytes": "!"}
         ),
+        "state of scheduler cannot be loaded: TypeError": lambda body: body["ranks"][0]["others"].update(
+            scheduler=5
+        ),
+        "state of optimizer cannot be loaded: KeyError: 'step'": lambda body: first_state(body).pop("step"),
+        "state of optimizer cannot be loaded: .*float": lambda body: first_state(body).update(step={"x": 1}),
+        "state of optimizer cannot be loaded: KeyError: 'model/1": lambda body: optimizer_of(body)["state"].update(
+            {"model/1": {}}
+        ),
+        "the optimizer 'optimizer' is not whole": lambda body: optimizer_of(body).pop("other_state"),
+        "have no lists of parameters": lambda body: optimizer_of(body)["groups"][0].update(params=[[]]),
+        "model.0.weight is a value that is no tensor": lambda body: body["shared"]["modules"]["model"].update(
+            {"0.weight": 1.5}
+        ),
+        "no states of random numbers": lambda body: body["ranks"][0].pop("random"),
+        "cannot be continued: IndexError": lambda body: body["ranks"][0]["random"].update(numpy={"$tuple": []}),
+        "cannot be continued: OverflowError": lambda body: body["ranks"][0]["random"].update(
+            seed={"$float": "inf"}
+        ),
+        "is damaged: ValueError: the degrees of a mesh": lambda body: body["shared"].update(degrees={"x": 1}),
+        "is damaged: ValueError: 0 ranks' values": lambda body: body.update(ranks=[], world_size=0),
     }
     for text, change in changes.items():
         fd.barrier()

@@ -79,7 +79,7 @@ def decode(value: Any, restore: Restore) -> Any:
     key, body = marks[0], value[marks[0]]
     try:
         return _decode_marked(key, body, restore)
-    except (TypeError, ValueError) as problem:
+    except (IndexError, OverflowError, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"a value {key} of a checkpoint cannot be read: {problem}", is_input=True) from None
 
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..core.vocabulary.degrees import ORDER
 from ..core.vocabulary.errors import CheckpointError
 from .dtypes import ITEM_BYTES, tensor_bytes
 
@@ -169,9 +170,9 @@ def _from_json(body: dict[str, Any]) -> Manifest:
     tensors = {name: _tensor_from_json(name, entry, files) for name, entry in body["tensors"].items()}
     ranks = tuple(body["ranks"])
     world_size = _count(body["world_size"])
-    if len(ranks) != world_size:
+    if len(ranks) != world_size or not ranks:
         raise ValueError(f"{len(ranks)} ranks' values in a world of {world_size}")
-    _require_tensors([body["shared"], *ranks], tensors)
+    _require_values([body["shared"], *ranks], tensors)
     return Manifest(
         step=_count(body["step"]),
         world_size=world_size,
@@ -181,7 +182,7 @@ def _from_json(body: dict[str, Any]) -> Manifest:
         files=files,
         tensors=tensors,
         shared=_shared_from_json(body["shared"]),
-        ranks=tuple(_mapping(each, "a rank's values", "others", "random") for each in ranks),
+        ranks=tuple(map(_rank_from_json, ranks)),
     )
 
 
@@ -194,29 +195,47 @@ def _file_from_json(name: str, body: dict[str, Any]) -> FileEntry:
 
 def _shared_from_json(shared: Any) -> Any:
     """Return what ranks have in common; raise `ValueError` where it has not the form that loading asks for."""
-    _mapping(shared, "what ranks have in common", "modules", "optimizers")
+    more = ("weight_residuals", "degrees", "loss_scale", "pass_seeds")
+    _mapping(shared, "what ranks have in common", "modules", "optimizers", *more)
     for name, module in shared.get("modules", {}).items():
         _mapping(module, f"the module {name!r}")
     for name, optimizer in shared.get("optimizers", {}).items():
-        _mapping(optimizer, f"the optimizer {name!r}", "state")
-        groups = optimizer.get("groups")
-        if not isinstance(groups, list) or not all(
-            isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-        ):
-            raise ValueError(f"the groups of the optimizer {name!r} have no lists of parameters")
+        _mapping(optimizer, f"the optimizer {name!r}", *optimizer.keys() - {"groups"})
+        groups = optimizer["groups"]
+        if not {"state", "other_state", "rest"} <= optimizer.keys() or not isinstance(groups, list):
+            raise ValueError(f"the optimizer {name!r} is not whole")
+        for group in groups:
+            if not isinstance(group["params"], list) or not all(isinstance(each, str) for each in group["params"]):
+                raise ValueError(f"the groups of the optimizer {name!r} have no lists of parameters")
+    if not shared.get("degrees", {}).keys() <= set(ORDER):
+        raise ValueError(f"the degrees of a mesh: {list(shared['degrees'])}")
+    counts = [*shared.get("degrees", {}).values(), *shared.get("pass_seeds", {}).values()]
+    _counts([*counts, shared.get("rounded_steps", 0)])
     return shared
 
 
-def _require_tensors(value: Any, tensors: Mapping[str, TensorEntry]) -> None:
-    """Raise `ValueError` if an encoded value refers to a tensor that is not there."""
+def _rank_from_json(own: Any) -> Any:
+    """Return what a rank has of its own; raise an error where it has not the form that loading asks for."""
+    _mapping(own, "a rank's values", "others", "random", "exchange", "tables", "optimizers", "sync")
+    _count(own.get("scheduled_steps", 0))
+    return own
+
+
+def _require_values(value: Any, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raise an error where an encoded value has no form, or refers to a tensor that is not there."""
     if isinstance(value, list):
         for each in value:
-            _require_tensors(each, tensors)
+            _require_values(each, tensors)
     elif isinstance(value, dict):
         for key, each in value.items():
             if key in ("$tensor", "$numpy") and each not in tensors:
                 raise ValueError(f"it refers to a tensor {each!r}, which it has not")
-            _require_tensors(each, tensors)
+            if key == "$dict" and not all(isinstance(pair, list) and len(pair) == 2 for pair in each):
+                raise ValueError(f"names and values that are no pairs: {str(each)[:40]}")
+            if key == "$frozen":
+                tensor_bytes(each["dtype"], _counts(each["shape"]))
+                _ = str.upper(each["codec"]), each["packed"]["$tensor"], each["scales"]["$tensor"]
+            _require_values(each, tensors)
 
 
 def _mapping(value: Any, what: str, *keys: str) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -52,6 +53,21 @@ def together_saying(
     raise CheckpointError(
         where + first["problem"], is_input=first["is_input"], remedy=first["remedy"]
     ) from problem
+
+
+@contextmanager
+def named(name: str, remedy: str) -> Iterator[None]:
+    """Raise `CheckpointError` with the name of what refuses its state, whatever its own code raises."""
+    try:
+        yield
+    except FarandoleError:
+        raise
+    except Exception as problem:
+        raise CheckpointError(
+            f"the checkpoint's state of {name} cannot be loaded: {type(problem).__name__}: {problem}",
+            is_input=True,
+            remedy=remedy,
+        ) from problem
 
 
 def find_good_step(directory: Path, here: World) -> int | None:

@@ -30,8 +30,8 @@ from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.weight_residuals import load_weight_residuals, packs_weights, warn_of_lost_weights
 from ...sync.rows.checkpointed import SavedTables
-from .agreement import find_manifest, together, with_offer
-from .optimizers import LIKE_PARAMETERS, different_groups, state_reference, without_parameters, write_optimizer
+from .agreement import find_manifest, named, together, with_offer
+from .optimizers import different_groups, load_optimizer, require_like, state_reference, without_parameters
 from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
 from .reading import read_tensors, shared_room
 from .state import Training, meet_before, module_splits
@@ -89,6 +89,7 @@ def _load(directory: Path, manifest: Manifest, plan: _Loading, here: World, writ
 
     buffers = together(here, "read", read)
     together(here, "decode", lambda: plan.decode(buffers))
+    together(here, "others", lambda: plan.apply_others(buffers, frozenset(room.tensors)))
     together(here, "apply", lambda: plan.apply(buffers, frozenset(room.tensors)))
     for name, write in plan.tables.writes(restorer(buffers)).items():
         together(here, f"rows of {name}", write)
@@ -127,10 +128,10 @@ class _Loading:
         shared = self._manifest.shared
         differences: list[str] = []
         for name, live in self._models.items():
-            differences += self._compare_module(name, live, shared["modules"].get(name))
+            differences += self._compare_module(name, live, shared.get("modules", {}).get(name))
         if not differences:
             for name, optimizer in self._training.optimizers.items():
-                saved = shared["optimizers"].get(name)
+                saved = shared.get("optimizers", {}).get(name)
                 if saved is None:
                     differences.append(f"no {name} in the checkpoint")
                     continue
@@ -138,8 +139,10 @@ class _Loading:
                 found = different_groups(optimizer, self._names, decode(own, lambda key, body: None))
                 differences += [f"{name}: {each}" for each in found]
         for name in self._training.others:
-            differences += [] if name in self._manifest.ranks[0]["others"] else [f"no {name} in the checkpoint"]
+            differences += [] if name in self._own().get("others", {}) else [f"no {name} in the checkpoint"]
         differences += [f"no rows of {name} in the checkpoint" for name in self.tables.missing()]
+        if self._is_resume and not all({"random", "exchange"} <= each.keys() for each in self._manifest.ranks):
+            differences.append("no states of random numbers and of codecs in the checkpoint")
         if differences:
             listed = "; ".join(differences[:_MOST_NAMED])
             more = len(differences) - _MOST_NAMED
@@ -153,16 +156,33 @@ class _Loading:
         self._add_own_tensors()
 
     def decode(self, buffers: Mapping[str, torch.Tensor]) -> None:
-        """Decode what `apply` will need; raise `CheckpointError` for what cannot be, before anything changes."""
-        restore = restorer(buffers)
-        for name in self._training.optimizers:
-            decode(without_parameters(self._manifest.shared["optimizers"][name], self._absent), restore)
-        own = self._own()
-        for name in self._training.others:
-            decode(own["others"][name], restore)
+        """Decode what will be needed, and let copies of optimizers load it: an error changes nothing."""
+        restore = restorer(CopiedIfShared(buffers, frozenset(), self._like_reference))
+        for name, optimizer in self._training.optimizers.items():
+            saved = decode(without_parameters(self._manifest.shared["optimizers"][name], self._absent), restore)
+            load_optimizer(name, optimizer, self._names, saved, tries=True)
+        own, restore = self._own(), restorer(buffers)
+        decode([own["others"][name] for name in self._training.others], restore)
+        for name, live in self._models.items():
+            extra = [key for key, value in live.items() if not isinstance(value, torch.Tensor)]
+            decode([self._manifest.shared["modules"][name][key] for key in extra], restore)
         self.tables.writes(restore)
         if self._is_resume:
             require_random_state(decode(own["random"], restore))
+            decode(self._exchanges, restore)
+            decode(self._weight_residuals if packs_weights(self._training.model) else {}, restore)
+
+    def apply_others(self, buffers: Mapping[str, torch.Tensor], shared: frozenset[str]) -> None:
+        """Load first what judges its state itself: objects of the script, which may refuse it."""
+        restore = restorer(CopiedIfShared(buffers, shared, self._like_reference))
+        model, saved, common = self._training.model, self._own().get("others"), self._manifest.shared
+        states = [(name, each, saved[name]) for name, each in self._training.others.items()]
+        if self._is_resume:
+            ours = {"pass_seeds": pass_seeds_of(model), "loss_scale": loss_scale_of(model)}
+            states += [(name, each, common[name]) for name, each in ours.items() if each and name in common]
+        for name, each, state in states:
+            with named(name, "model and optimizers are as they were"):
+                each.load_state_dict(decode(state, restore))
 
     def apply(self, buffers: Mapping[str, torch.Tensor], shared: frozenset[str]) -> None:
         """Load `buffers`, which `references` asked for. `shared`: those whose memory is not this rank's alone."""
@@ -173,34 +193,24 @@ class _Loading:
         restore = restorer(CopiedIfShared(buffers, shared, self._like_reference))
         for name, optimizer in self._training.optimizers.items():
             saved = decode(without_parameters(self._manifest.shared["optimizers"][name], self._absent), restore)
-            write_optimizer(optimizer, self._names, saved)
-        own = self._own()
-        for name, each in self._training.others.items():
-            each.load_state_dict(decode(own["others"][name], restore))
+            load_optimizer(name, optimizer, self._names, saved)
         if not self._is_resume:
             return
         self._apply_policy(restore)
-        resume_schedule(self._training.model, own.get("scheduled_steps", self._manifest.step))
+        resume_schedule(self._training.model, self._own().get("scheduled_steps", self._manifest.step))
         if plan_of(self._training.model) is not None:
             self._apply_exchange(restore)
-        seeds = pass_seeds_of(self._training.model)
-        if seeds is not None and "pass_seeds" in self._manifest.shared:
-            seeds.load_state_dict(self._manifest.shared["pass_seeds"])
-        lost = self._weight_residuals
         if packs_weights(self._training.model):
-            load_weight_residuals(self._training.model, decode(lost, restore))
-        elif lost:
+            load_weight_residuals(self._training.model, decode(self._weight_residuals, restore))
+        elif self._weight_residuals:
             warn_of_lost_weights()
-        scale = loss_scale_of(self._training.model)
-        if scale is not None and "loss_scale" in self._manifest.shared:
-            scale.load_state_dict(self._manifest.shared["loss_scale"])
         rounded = rounded_steps_of(self._training.model)
         if rounded is not None:
             rounded.done = self._manifest.shared.get("rounded_steps", 0)
         if self._ranks.own is not None:
-            write_random_state(decode(own["random"], restore), self._here.device)
+            write_random_state(decode(self._own()["random"], restore), self._here.device)
         else:
-            seed_new_rank(decode(own["random"], restore), self._manifest.step, self._ranks.place)
+            seed_new_rank(decode(self._own()["random"], restore), self._manifest.step, self._ranks.place)
 
     def _own(self) -> Any:
         """What was this rank's own; a rank that did not exist takes rank 0's."""
@@ -232,7 +242,7 @@ class _Loading:
                 if own == other and elsewhere.get(key) is None:
                     self.references[there["$tensor"]] = here  # type: ignore[assignment]
                     self.splits |= {there["$tensor"]: splits[key]} if key in splits else {}
-            elif key in saved and key in live:
+            elif key in saved and key in live and not isinstance(here, torch.Tensor):
                 continue  # extra state, which is the module's own to judge
             elif key in live and not isinstance(here, torch.Tensor):
                 own = f"a {type(here).__name__}"
@@ -262,7 +272,7 @@ class _Loading:
             for module in self._training.modules.values()
             for parameter in module.parameters()
         }
-        for name in self._training.optimizers:
+        for name, optimizer in self._training.optimizers.items():
             saved = without_parameters(self._manifest.shared["optimizers"][name], self._absent)
             for tensor in tensor_names(saved):
                 self._add_plain(tensor)
@@ -270,21 +280,8 @@ class _Loading:
                 for key, value in values.items() if isinstance(values, dict) else ():
                     if isinstance(value, dict) and "$tensor" in value and parameter in parameters:
                         shape = self._manifest.tensors[value["$tensor"]].shape
-                        if key in LIKE_PARAMETERS:
-                            self._require_shape(name, f"{key} of {parameter}", parameters[parameter], shape)
+                        require_like(parameters[parameter], optimizer, key, parameter, shape)
                         self._add_state(value["$tensor"], parameters[parameter], shape)
-
-    def _require_shape(self, optimizer: str, what: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
-        """Raise `CheckpointError` for a state of torch's own optimizers that is to be like its parameter."""
-        split = split_of(parameter)
-        whole = tuple(parameter.shape) if split is None else split.shape
-        is_torchs = type(self._training.optimizers[optimizer]).__module__.startswith("torch.optim.")
-        if is_torchs and shape != whole:
-            raise CheckpointError(
-                f"{what} has the shape {shape} in the checkpoint, and the parameter {whole} here",
-                is_input=True,
-                remedy="nothing was loaded: the checkpoint is of another training, or was changed",
-            )
 
     def _add_state(self, name: str, parameter: torch.Tensor, shape: tuple[int, ...]) -> None:
         split = split_of(parameter)
@@ -305,15 +302,13 @@ class _Loading:
         wanted = [*(own["others"][name] for name in self._training.others), *self.tables.wanted()]
         if self._is_resume:
             wanted.append(own["random"])
-            ranks = [own] if self._keeps_own else self._manifest.ranks
             if policy_of(self._training.model) is not None:
                 wanted += [own.get("optimizers"), *(each.get("sync") for each in self._manifest.ranks)]
-            wanted += [] if self._ranks.is_other_mesh else [each["exchange"] for each in ranks]
+            wanted += self._exchanges
             if packs_weights(self._training.model):
                 self._add_weight_residuals()
-        for value in wanted:
-            for tensor in tensor_names(value):
-                self._add_plain(tensor)
+        for tensor in tensor_names(wanted):
+            self._add_plain(tensor)
 
     def _add_weight_residuals(self) -> None:
         for name, value in self._weight_residuals.items():
@@ -330,6 +325,13 @@ class _Loading:
         saved, layout = dict(entries(self._own()["exchange"])), residual_layout(self._training.model)
         same = not has_any or saved.get("layout", saved.get("of", layout)) == layout
         return same and self._manifest.world_size == self._here.size
+
+    @property
+    def _exchanges(self) -> list[Any]:
+        """What this rank needs of what codecs kept: its own, or that of all ranks."""
+        if self._ranks.is_other_mesh:
+            return []
+        return [each["exchange"] for each in ([self._own()] if self._keeps_own else self._manifest.ranks)]
 
     def _add_plain(self, name: str) -> None:
         entry = self._manifest.tensors[name]
@@ -356,7 +358,8 @@ class _Loading:
                 live[key] = self._like_reference(tensor, buffers[tensor])
             else:
                 live[key] = decode(saved[key], restorer(own_buffers))
-        set_model_state_dict(self._training.modules[name], live)
+        with named(name, "other parts of the training were loaded: start anew"):
+            set_model_state_dict(self._training.modules[name], live)
 
     def _like_reference(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
         reference = self.references[name]
@@ -374,7 +377,7 @@ class _Loading:
             return
         for name, state in decode(self._own().get("optimizers", {}), restore).items():
             if name in self._training.optimizers:
-                write_optimizer(self._training.optimizers[name], self._names, state)
+                load_optimizer(name, self._training.optimizers[name], self._names, state)
         policy.load_state_dict(self._policy_state(restore))
 
     def _policy_state(self, restore: Any) -> dict[str, Any]:
@@ -388,13 +391,10 @@ class _Loading:
         return {**states[0], "codecs": codecs}
 
     def _apply_exchange(self, restore: Any) -> None:
-        ranks = self._manifest.ranks
         if self._ranks.is_other_mesh:
-            if any(each["exchange"] for each in ranks) and self._here.rank == 0:
+            if any(each["exchange"] for each in self._manifest.ranks) and self._here.rank == 0:
                 self._ranks.warn_of_codecs()
             load_exchange_state(self._training.model, {})
-        elif self._keeps_own:
-            load_exchange_state(self._training.model, decode(self._own()["exchange"], restore))
-        elif self._here.size > 1:
-            states = [decode(each["exchange"], restore) for each in ranks]
-            load_exchange_state(self._training.model, states)
+        elif self._keeps_own or self._here.size > 1:
+            states = decode(self._exchanges, restore)
+            load_exchange_state(self._training.model, states[0] if self._keeps_own else states)

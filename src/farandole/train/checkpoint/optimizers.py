@@ -8,6 +8,7 @@ Adam would save a step count of 1 where it has 0. So the names are put in here, 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.split import split_of
+from .agreement import named
 from .values import entries
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
@@ -98,6 +100,38 @@ def write_optimizer(optimizer: Optimizer, names: Mapping[int, str], saved: Mappi
                 continue
             if now.dtype != tensor.dtype and now.shape == tensor.shape:  # not of rows, which kept their type
                 loaded[key] = tensor.to(now.device)
+
+
+def load_optimizer(
+    name: str, optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any], *, tries: bool = False
+) -> None:
+    """Load a state as `write_optimizer` does. Raises `CheckpointError` with the optimizer's `name`.
+
+    With `tries` a copy loads it, and the optimizer is as it was. One with ways of its own to load or copy a state
+    is not tried: its copy might share what loading changes.
+    """
+    kind = type(optimizer)
+    if not tries:
+        with named(name, "other parts of the training were loaded: start anew"):
+            write_optimizer(optimizer, names, saved)
+    elif (kind.load_state_dict, kind.__getstate__) == (Optimizer.load_state_dict, Optimizer.__getstate__):
+        with named(name, "nothing was loaded"):
+            write_optimizer(copy(optimizer), names, saved)
+
+
+def require_like(
+    parameter: torch.Tensor, optimizer: Optimizer, key: str, name: str, shape: tuple[int, ...]
+) -> None:
+    """Raise `CheckpointError` for a state of torch's own optimizers that is to have the shape of its parameter."""
+    split = split_of(parameter)
+    whole = tuple(parameter.shape) if split is None else split.shape
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    if is_torchs and key in LIKE_PARAMETERS and shape != whole:
+        raise CheckpointError(
+            f"{key} of {name} has the shape {shape} in the checkpoint, and the parameter {whole} here",
+            is_input=True,
+            remedy="nothing was loaded: the checkpoint is of another training, or was changed",
+        )
 
 
 def merge_optimizers(name: str, saved: Sequence[Any], order: Sequence[str]) -> dict[str, Any]:

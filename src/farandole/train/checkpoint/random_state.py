@@ -92,7 +92,15 @@ def require_random_state(state: Any) -> None:
         for kind in state.keys() - _OF_THE_HOST:
             if not isinstance(state[kind], torch.Tensor):
                 raise TypeError(f"the state of {kind}'s generator is a {type(state[kind]).__name__}")
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, struct.error) as problem:
+    except (
+        AttributeError,
+        LookupError,
+        OverflowError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+        struct.error,
+    ) as problem:
         raise CheckpointError(
             f"the checkpoint's states of random numbers cannot be continued: {type(problem).__name__}: {problem}",
             is_input=True,
