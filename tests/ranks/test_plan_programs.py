@@ -35,6 +35,9 @@ FOUND = {
         "first.pipeline=2 first.frozen_codec=int8"
     ),
     "a penalty on parameters of a single row, in shards": "scale=true penalty=0.05 first.zero=3",
+    "a penalty that is zero at some parameters, in passes that are held": (
+        "penalty=0.05 first.zero=3 passes=2 accumulate=loop"
+    ),
     "a number that the loop changes, in the recorded code of a pipeline": (
         'warms=true loop=step first.pipeline=2 first.micro_batches=2 first.pipeline_cuts=["blocks.1"]'
     ),

@@ -228,6 +228,4 @@ def _of_layouts(program: PlanProgram) -> dict[str, Any]:
         change["late_by"] = "loop"
     if any(each.zero == 3 and each.ranks > 1 for each in layouts) and program.skip == "rank":
         change["skip"] = "step"
-    if any(each.zero == 3 for each in layouts) and program.penalty and program.accumulate == "loop":
-        change["accumulate"] = "none"  # open: a penalty in passes that `fd.accumulate` holds is off at stage 3
     return change

@@ -30,7 +30,7 @@ RESTORED_SECONDS = 120.0
 
 def main() -> int:
     """Serve until all clients have left; return the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(
             number, signal.SIG_IGN
         )  # a job that is stopped ends its ranks, and the server ends with them

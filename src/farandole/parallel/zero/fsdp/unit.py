@@ -9,6 +9,7 @@ nothing to any number, stays when it is scaled, and is not there any more when i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,9 @@ class Unit:
         """How often a member's gathered parameter had been changed when it was made."""
         for i, each in enumerate(self.members):
             self._when_gathered(i, each)
+            trains = each.sharded_param.requires_grad
+            each.sharded_param.requires_grad_(True).register_post_accumulate_grad_hook(partial(self._added, i))
+            each.sharded_param.requires_grad_(trains)
 
     @property
     def name(self) -> str:
@@ -202,6 +206,14 @@ class Unit:
                 self._versions[index] = member._unsharded_param._version
 
         member.init_unsharded_param = init
+
+    @torch.no_grad()
+    def _added(self, index: int, shard: torch.Tensor) -> None:
+        """Note a gradient that the loss gave a shard by itself, as a penalty does: zeros of it clear nothing."""
+        self._had[index] = True
+        self._placeholders.discard(index)
+        if index in self._signs:
+            self._signs[index] = _leave_sign(shard)
 
     def _forget(self) -> None:
         self.used = [0.0] * len(self.members)
