@@ -37,6 +37,8 @@ from .stage import require_loss
 from .trace import trace, traced_through
 
 _MOST_KEYS = 64
+_MOST_VALUES = 256
+"""A larger collection (a vocabulary) is taken for what it was when code was recorded: it is read for each batch."""
 _TORCHS = frozenset(vars(nn.Module()))
 REMEDIES = {
     "the attributes of the model": "let what a forward pass decides by be the same on the ranks of one pipeline",
@@ -284,12 +286,12 @@ class CutModel:
 
 
 def plain_text(value: object) -> str | None:
-    """Return a number, a text or a collection of them as a text that all ranks with equal ones have; else None."""
+    """Return a number, a text or a few of them as a text that all ranks with equal ones have; else None."""
     if value is None or isinstance(value, bool | int | float | complex | str):
         return repr(value)
     if isinstance(value, dict):
         value = list(value.items())
-    if not isinstance(value, list | tuple | set | frozenset):
+    if not isinstance(value, list | tuple | set | frozenset) or len(value) > _MOST_VALUES:
         return None
     texts = [plain_text(each) for each in value]
     known = [each for each in texts if each is not None]
