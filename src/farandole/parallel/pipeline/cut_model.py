@@ -38,7 +38,7 @@ from .trace import trace, traced_through
 
 _MOST_KEYS = 64
 _MOST_VALUES = 256
-"""A larger collection (a vocabulary) is taken for what it was when code was recorded: it is read for each batch."""
+"""A larger collection (a vocabulary) is taken for what it was when code was recorded, as these are read often."""
 _TORCHS = frozenset(vars(nn.Module()))
 REMEDIES = {
     "the attributes of the model": "let what a forward pass decides by be the same on the ranks of one pipeline",
