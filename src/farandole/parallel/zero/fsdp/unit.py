@@ -41,13 +41,15 @@ class Unit:
         self._placeholders: set[int] = set()
         """Members whose shard has such a gradient, and no other."""
         self._reduce = group.post_backward
+        self._is_reducing = False
         self._versions: dict[int, int] = {}
         """How often a member's gathered parameter had been changed when it was made."""
         for i, each in enumerate(self.members):
             self._when_gathered(i, each)
             trains = each.sharded_param.requires_grad
-            each.sharded_param.requires_grad_(True).register_post_accumulate_grad_hook(partial(self._added, i))
-            each.sharded_param.requires_grad_(trains)
+            if each.sharded_param.is_floating_point():  # else it is packed, and never trains
+                each.sharded_param.requires_grad_(True).register_post_accumulate_grad_hook(partial(self._added, i))
+                each.sharded_param.requires_grad_(trains)
 
     @property
     def name(self) -> str:
@@ -175,11 +177,15 @@ class Unit:
 
     def reduce(self) -> None:
         """End the unit's backward pass as FSDP2 does."""
-        if not self.group._is_hsdp:
-            self._reduce()
-            return
-        with unit_calls(self.group._all_reduce_process_group, f"for {self.place}"):
-            self._reduce()
+        self._is_reducing = True
+        try:
+            if not self.group._is_hsdp:
+                self._reduce()
+                return
+            with unit_calls(self.group._all_reduce_process_group, f"for {self.place}"):
+                self._reduce()
+        finally:
+            self._is_reducing = False
 
     def reduce_now(self) -> None:
         """Reduce what is held, outside a backward pass."""
@@ -210,6 +216,8 @@ class Unit:
     @torch.no_grad()
     def _added(self, index: int, shard: torch.Tensor) -> None:
         """Note a gradient that the loss gave a shard by itself, as a penalty does: zeros of it clear nothing."""
+        if self._is_reducing:
+            return  # FSDP2 calls such hooks too
         self._had[index] = True
         self._placeholders.discard(index)
         if index in self._signs:
