@@ -134,7 +134,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("model", "the profile of a model: its units, what they compute, keep and send"),
         ("cost", "what a step of a plan takes, holds and sends, from a profile and a cluster"),
         ("held", "figures of a cluster corrected by what runs took"),
-        ("scale", "a plan on more ranks: stragglers, failures, goodput"),
+        ("scale", "a plan on more ranks: the cost model over sizes, failures, goodput, how often to save"),
         ("search", "which plans there are for a model and a cluster, and which is best"),
         ("batch_size", "the batch at which communication hides, and what the critical batch says about it"),
         ("answer", "what the planner says: text, JSON, the plan file, and the page"),

@@ -75,8 +75,8 @@ FLAGS = {
     "explain": ["--batch-size", "--critical-batch", "--html", "--json"],
     "simulate": [
         "--checkpoint-every", "--checkpoint-seconds", "--cluster", "--fail-every", "--global-batch", "--gpus",
-        "--html", "--json", "--loader-workers", "--noise", "--noise-from", "--profile", "--restart", "--run-dir",
-        "--scaling", "--set", "--slow-link", "--slow-rank", "--steps", "--storage-rate", "--tail",
+        "--html", "--json", "--loader-workers", "--profile", "--restart", "--scaling", "--set", "--slow-rank",
+        "--storage-rate",
     ],
     "bench": [],
     "bench collectives": [

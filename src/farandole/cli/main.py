@@ -30,7 +30,7 @@ COMMANDS = {
     "measure": "measure what devices, links, codecs and disks give, for the planner",
     "plan": "find the best plan of a model on a cluster, with reasons, before it is started",
     "explain": "print or draw why a plan was chosen: time, memory, and what every other kind lacks",
-    "simulate": "predict how a plan scales: slow ranks, noise, failures; or write a run of it",
+    "simulate": "predict how a plan scales: step, efficiency, failures, how often to save",
     "estimate": "print the memory of a training by category for every ZeRO stage, before it is started",
     "bench": "measure exchanges, codecs and training steps over links as slow as you like",
     "top": "show what the ranks of a run do now, in the terminal",
@@ -49,8 +49,16 @@ _MODULES = {
 }  # fmt: skip
 """Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""
 
-_GONE = {"import": "record the training itself: farandole run, or farandole.record(model, optimizer)"}
-"""What this version has no more, and what does its work."""
+_GONE = {
+    "import": "record the training itself: farandole run, or farandole.record(model, optimizer)",
+    "simulate --noise": "leave it out: farandole plan --measure times how the model varies, for predictions",
+    "simulate --noise-from": "leave it out: farandole plan --measure times how the model varies, for predictions",
+    "simulate --tail": "leave it out with --noise",
+    "simulate --slow-link": "give the tier of the cluster file the figures of its slowest link",
+    "simulate --run-dir": "record a real run: farandole run, or farandole emulate over slow links",
+    "simulate --steps": "leave it out with --run-dir",
+}
+"""Commands and options that this version has no more, and what does their work."""
 
 WITH_A_PLAN = ("run", "verify", "tune", "emulate", "bench step", "bench scaling")
 """Commands with ``--set`` and ``--plan``."""
@@ -78,14 +86,16 @@ class Parser(argparse.ArgumentParser):
         """Raise instead of printing the usage and leaving."""
         remedy = f"see: {self.prog} --help"
         words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
-        unknown = words[0] if words else ""
-        if unknown.startswith("-"):
+        unknown, command = words[0] if words else "", self.prog.removeprefix("farandole ")
+        if gone := _GONE.get(f"{command} {unknown.partition('=')[0]}"):
+            message, remedy = f"{unknown.partition('=')[0]} is gone", gone
+        elif unknown.startswith("-"):
             message = f"unknown option {unknown}"
             known = [name for name in self._option_string_actions if len(name) > 2]
             remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
             if unknown.partition("=")[0] in ("--set", "--plan"):
                 remedy = f"commands that take a plan: {', '.join(WITH_A_PLAN)}"
-        raise ConfigError(f"{self.prog.removeprefix('farandole ')}: {message}", remedy=remedy)
+        raise ConfigError(f"{command}: {message}", remedy=remedy)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse what is none of the choices, with the nearest one."""

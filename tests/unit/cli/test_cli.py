@@ -58,6 +58,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["rum"], "unknown command 'rum'; did you mean 'run'?"),
         (["import", "trace.json"], "farandole import is gone; record the training itself: farandole run, or "),
+        (
+            ["simulate", "--noise=0.05", "--gpus", "8"],
+            "simulate: --noise is gone; leave it out: farandole plan --measure",
+        ),
+        (["simulate", "plan.toml", "--run-dir", "run"], "simulate: --run-dir is gone; record a real run: "),
         (["--verbos"], "unknown option '--verbos'"),
         (
             ["run", "--as-horovod", "--backend", "farandole", "--", "python", "train.py"],

@@ -19,7 +19,6 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.combinations import refuse_combinations
 from farandole.plan.cost.predict import predict
-from farandole.plan.scale.work_of import work_of
 from farandole.plan.search.request import SearchRequest
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
@@ -102,5 +101,3 @@ def test_it_is_priced_and_never_proposed() -> None:
         assert more == (2 if place < 3 else 1) * before.weights_bytes, "a version of the weights, and gradients"
     with pytest.raises(PlanError, match="changes what is trained"):
         SearchRequest(4, 64, fixed={"weight_versions": 2})
-    with pytest.raises(PlanError, match="weight_versions = 2: runs are simulated step by step"):
-        work_of(profile, cluster, candidate(2), two)

@@ -65,6 +65,13 @@ def older(path: Path) -> None:
     shutil.copy(events(old, 2), events(path, 2))
 
 
+def simulated(path: Path) -> None:
+    """An earlier version of ``farandole simulate`` wrote runs, too."""
+    (path / "run.json").write_text(
+        json.dumps({**json.loads((path / "run.json").read_text()), "simulated": {"steps": 4}})
+    )
+
+
 DAMAGES: list[tuple[str, Damage, str]] = [
     ("truncated", cut, "events-rank1.jsonl"),
     ("corrupt", corrupt, "events-rank1.jsonl:10"),
@@ -73,6 +80,7 @@ DAMAGES: list[tuple[str, Damage, str]] = [
     ("empty", emptied, "events-rank2.jsonl"),
     ("missing", lambda path: events(path, 3).unlink(), "1 of 4 ranks left no events (events-rank3.jsonl"),
     ("clocks", without_offsets, "clock"),
+    ("simulated", simulated, "no rank ran"),
     ("no facts", lambda path: (path / "run.json").unlink(), ""),
 ]
 

@@ -1,4 +1,4 @@
-"""Noise and failures: formulas against tables, against simulations, and bad input."""
+"""Failures and the largest of many: formulas against tables, against simulations, and bad input."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from farandole.plan.scale.failures import (
     goodput,
     parse_every,
 )
-from farandole.plan.scale.loader import Loading
-from farandole.plan.scale.noise import Noise, largest_of
 
 
 @pytest.mark.parametrize(
@@ -30,33 +28,6 @@ def test_the_largest_of_many(ranks: int, normal: float) -> None:
 def test_the_largest_of_two_normals_is_exact() -> None:
     assert largest_normal(2) == pytest.approx(1 / math.sqrt(math.pi), rel=1e-12), "closed form"
     assert largest_normal(1) == pytest.approx(0.0, abs=1e-12), "one rank is the mean"
-
-
-def test_resampled_times() -> None:
-    noise = Noise.of_times([2.0, 2.0, 2.0, 6.0])
-    assert noise.measured == (2 / 3, 2 / 3, 2 / 3, 2.0), "beside their mean"
-    assert noise.largest_quantile(0.5, 1) == 2 / 3, "one draw: three of four"
-    assert noise.largest_quantile(0.5, 10_000) == 2.0, "never above what was measured"
-
-
-# The largest of 32: by the table of normal numbers; the harmonic number of 32; the sum over the sorted times.
-FACTORS = [each / 1.02 for each in (0.8, 0.9, 1, 1.1, 1.3)]
-LARGEST_OF_FACTORS = math.fsum(each * (((i + 1) / 5) ** 32 - (i / 5) ** 32) for i, each in enumerate(FACTORS))
-
-
-@pytest.mark.parametrize(
-    ("noise", "mean"),
-    [
-        (Noise(0.1), 1 + 0.1 * largest_normal(32)),
-        (Noise(0.1, "exponential"), 0.9 + 0.1 * math.fsum(1 / each for each in range(1, 33))),
-        (Noise.of_times([1, 1.1, 1.3, 0.8, 0.9]), LARGEST_OF_FACTORS),
-    ],
-)
-def test_levels_average_to_the_mean(noise: Noise, mean: float) -> None:
-    levels = [noise.largest_quantile((i + 0.5) / 4000, 32) for i in range(4000)]
-    assert math.fsum(levels) / 4000 == pytest.approx(mean, rel=1e-3), "of 32 ranks"
-    groups = [largest_of(noise, [(12, 1.0), (20, 1.0)], (i + 0.5) / 400) for i in range(400)]
-    assert math.fsum(groups) / 400 == pytest.approx(mean, rel=5e-3), "in two groups"
 
 
 def simulate_goodput(
@@ -119,21 +90,6 @@ def test_durations_that_are_none(text: str) -> None:
 
 
 def test_other_figures_that_are_none() -> None:
-    for bad in (-0.1, 1.5, math.nan):
-        with pytest.raises(ConfigError, match="noise"):
-            Noise(bad)
-    with pytest.raises(ConfigError, match="at least 2"):
-        Noise.of_times([1.0])
     for wrong in ({"save_seconds": 0.0}, {"save_every_seconds": -1.0}, {"restart_seconds": math.inf}):
         with pytest.raises(ConfigError, match="duration"):
             replace(FailureModel(100.0), **wrong)  # type: ignore[arg-type]
-    for values in ({"workers": 0}, {"storage_bytes_per_second": 0.0}):
-        with pytest.raises(ConfigError, match="expected more than 0"):
-            replace(Loading(), **values)
-
-
-def test_loading() -> None:
-    loading = Loading(1e6, workers=2, storage_bytes_per_second=1e7)
-    assert loading.seconds(4e6, 8e6) == 2.0, "two workers make 2 MB/s"
-    assert loading.seconds(4e6, 4e7) == 4.0, "all read from one place"
-    assert Loading().seconds(1e9, 1e9) == 0.0, "nothing is known: no limit"

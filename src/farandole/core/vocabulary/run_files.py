@@ -55,8 +55,6 @@ SAVES = "saves.json"
 STACKS = "stacks"
 POSITIONS = "positions"
 DISPENSABLE = "dispensable"
-SIMULATED = "simulated"
-"""Key of ``run.json``: what was assumed of a run that was simulated and never ran; other runs have none."""
 _LATEST_SECONDS = 1e11
 """In some thousands of years: what a clock never says."""
 _LOOK_SECONDS = 0.2

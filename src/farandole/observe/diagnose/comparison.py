@@ -286,8 +286,6 @@ def _last_losses(table: StepTable) -> list[float]:
 def _environment(records: RunRecords) -> dict[str, Any]:
     facts = records.facts
     found: dict[str, Any] = {key: facts.get(key) for key in _FACTS if key in facts}
-    if records.is_simulated:
-        found["simulated"] = "yes"
     if isinstance(facts.get("command"), list):
         found["command"] = " ".join(str(word) for word in facts["command"])
     versions = facts.get("versions")

@@ -62,8 +62,6 @@ def diagnose(run_directory: Path, codec_costs: CodecCosts | None = None) -> Diag
 def diagnose_records(records: RunRecords, codec_costs: CodecCosts | None = None) -> Diagnosis:
     """Return the diagnosis of records that were read already; of a run that hung or failed, that comes first."""
     made = _diagnose(records, codec_costs)
-    if records.is_simulated:
-        made = replace(made, verdict=f"Simulated. {made.verdict}")
     end = how_it_hung(records.directory) or _how_it_failed(records.directory)
     return replace(made, verdict=f"{end} Until then: {made.verdict}") if end else made
 

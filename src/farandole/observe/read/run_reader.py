@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import DataError
-from ...core.vocabulary.run_files import RUN, SIMULATED, events_path
+from ...core.vocabulary.run_files import RUN, events_path
 from .clock import common_clock
 from .run_end import note_killed
 from .timeline_reader import RankTimeline, read_events
@@ -22,7 +22,6 @@ from .timeline_reader import RankTimeline, read_events
 MISSING_KEPT = 1000
 NOTES_KEPT = 3
 RUNS_NAMED = 4
-SIMULATED_NOTE = "this run was simulated: no rank ran, and its figures follow from a plan, a cluster and a profile"
 
 
 @dataclass
@@ -49,11 +48,6 @@ class RunRecords:
     def name(self) -> str:
         """What the run is called: its directory."""
         return self.directory.resolve().name or "run"
-
-    @property
-    def is_simulated(self) -> bool:
-        """Whether no rank ran."""
-        return bool(self.facts.get(SIMULATED))
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -83,7 +77,7 @@ def read_run(
     if for_diagnosis and not paths and not (run_directory / RUN).exists():
         raise no_run(run_directory)
     facts = read_facts(run_directory)
-    notes = [SIMULATED_NOTE] if facts.get(SIMULATED) else []
+    notes = ["this run was simulated by an earlier version: no rank ran"] if facts.get("simulated") else []
     if for_diagnosis:
         if not facts:
             notes.append(f"{RUN} is missing or cannot be read: plan and environment are unknown")

@@ -1,1 +1,1 @@
-"""A plan on more ranks than there are: scaling, stragglers, noise, failures, and what loading data limits."""
+"""A plan on more ranks than there are: the cost model over sizes, and what failures cost."""

@@ -1,4 +1,4 @@
-"""A simulated scaling as one HTML page: throughput against perfect scaling, and what each step is made of."""
+"""A predicted scaling as one HTML page: throughput against perfect scaling, and what each step is made of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ _PARTS = (
     ("communication", "#f58518"),
     ("bubble", "#9aa7b5"),
     ("slow ranks", "#e45756"),
-    ("noise", "#b279a2"),
     ("waiting for data", "#72b7b2"),
 )
 _STYLE = """
@@ -40,7 +39,7 @@ th { color: var(--quiet); font-weight: 500; } tr + tr td { border-top: 1px solid
 def to_html(answer: ScaleAnswer) -> str:
     """Return the page: one file without references to anything outside of it."""
     body = [
-        f"<h1>{escape(answer.model)} on {escape(answer.cluster)}: simulated scaling</h1>",
+        f"<h1>{escape(answer.model)} on {escape(answer.cluster)}: predicted scaling</h1>",
         f"<p>Predicted; nothing ran. The degree that grows with the ranks: {escape(answer.grows)}.</p>",
         *(f"<p>Assumed: {escape(text)}.</p>" for text in answer.assumptions),
     ]
@@ -55,7 +54,7 @@ def to_html(answer: ScaleAnswer) -> str:
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(answer.model)}: simulated scaling</title><style>{_STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(answer.model)}: predicted scaling</title><style>{_STYLE}</style></head>\n<body>\n"
         + "\n".join(body)
         + "\n</body></html>\n"
     )
@@ -63,14 +62,13 @@ def to_html(answer: ScaleAnswer) -> str:
 
 def parts_of(point: ScalePoint) -> Mapping[str, float]:
     """Return the seconds of a step by what they are spent on; together the step."""
-    waits = {
-        "slow ranks": point.straggler_seconds,
-        "noise": point.noise_seconds,
-        "waiting for data": point.loader_seconds + point.prediction.terms.get("loader", 0.0),
-    }
-    bubble = point.prediction.terms.get("bubble", 0.0)
-    rest = point.seconds - sum(waits.values()) - bubble - point.communication_seconds
-    return {"computing": max(0.0, rest), "communication": point.communication_seconds, "bubble": bubble, **waits}
+    terms = point.prediction.terms
+    bubble, slow, data = (terms.get(name, 0.0) for name in ("bubble", "straggler", "loader"))
+    rest = point.seconds - point.communication_seconds - bubble - slow - data
+    return {
+        "computing": max(0.0, rest), "communication": point.communication_seconds, "bubble": bubble,
+        "slow ranks": slow, "waiting for data": data,
+    }  # fmt: skip
 
 
 def _throughput(points: Sequence[ScalePoint]) -> str:
@@ -174,16 +172,23 @@ def _figure(title: str, body: Sequence[str], legend: str) -> str:
 
 
 def _table(points: Sequence[ScalePoint]) -> str:
-    head = ("ranks", "mesh", "batch", "step", "samples/s", "efficiency", "communication", "goodput", "fails every")
+    head = (
+        "ranks", "mesh", "batch", "step", "samples/s", "efficiency", "communication", "goodput", "fails every",
+        "save every",
+    )  # fmt: skip
     rows = [
         (
             f"{point.ranks:,}", escape(point.degrees), f"{point.global_batch:,}", format_seconds(point.seconds),
             format_rate(point.samples_per_second), f"{point.efficiency:.3f}",
             format_share(point.communication_share), format_share(point.goodput, 1),
-            "-" if point.failure_seconds is None else format_seconds(point.failure_seconds),
+            *map(_every, (point.failure_seconds, point.save_every_seconds)),
         )
         for point in points
     ]  # fmt: skip
     cells = "".join(f"<th>{name}</th>" for name in head)
     lines = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{cells}</tr>{lines}</table></div>'
+
+
+def _every(seconds: float | None) -> str:
+    return "-" if seconds is None else format_seconds(seconds)

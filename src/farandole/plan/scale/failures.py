@@ -1,4 +1,4 @@
-"""Failures of ranks: what of the time trains, how often to save, and a simulation that both are checked against.
+"""Failures of ranks: what of the time trains, and how often to save.
 
 [Note: time that failures cost] Failures come at a constant rate, independent of each other: a job of N ranks fails
 N times as often as one rank. A failure loses the work since the last checkpoint, and a restart follows, which may

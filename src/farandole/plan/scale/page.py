@@ -1,4 +1,4 @@
-"""A simulated scaling as text and as plain values."""
+"""A predicted scaling as text and as plain values."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def to_text(answer: ScaleAnswer) -> str:
             lines += ["", words, *_table([_HEAD, *map(_row, points)])]
             lines += _too_large(points)
     lines += ["", *_wrap(_LEGEND)]
+    lines += _saves(answer.of(answer.points[0].mode))
     lines += [line for each in answer.left_out for line in _wrap(f"left out: {each.to_text()}", "  ")]
     lines += [line for text in answer.warnings for line in _wrap(f"warning: {text}", "  ")]
     return "\n".join(lines)
 
 
 def _row(point: ScalePoint) -> tuple[str, ...]:
-    waiting = point.straggler_seconds + point.noise_seconds + point.loader_seconds
     return (
         f"{point.ranks:,}",
         f"{point.global_batch:,}",
@@ -47,10 +47,18 @@ def _row(point: ScalePoint) -> tuple[str, ...]:
         format_rate(point.samples_per_second),
         f"{point.efficiency:.3f}",
         format_share(point.communication_share),
-        format_share(waiting / point.seconds),
+        format_share(point.waiting_seconds / point.seconds),
         format_share(point.goodput, 1),
         format_rate(point.goodput * point.samples_per_second),
     )
+
+
+def _saves(points: Sequence[ScalePoint]) -> list[str]:
+    found = {each.ranks: format_seconds(each.save_every_seconds) for each in points if each.save_every_seconds}
+    if not found:
+        return []
+    told = ", ".join(f"{text} with {ranks:,} ranks" for ranks, text in found.items())
+    return _wrap(f"save every {told if len(set(found.values())) > 1 else next(iter(found.values()))}", "  ")
 
 
 def _too_large(points: Sequence[ScalePoint]) -> list[str]:
@@ -77,12 +85,12 @@ def to_mapping(answer: ScaleAnswer) -> dict[str, Any]:
         {
             **{each.name: getattr(point, each.name) for each in fields(point) if each.name != "prediction"},
             "terms": dict(point.prediction.terms),
-            "predicted_seconds": point.predicted_seconds,
             "low_seconds": point.prediction.low_seconds,
             "high_seconds": point.prediction.high_seconds,
             "peak_bytes": point.prediction.peak_bytes,
             "seconds": point.seconds,
             "communication_seconds": point.communication_seconds,
+            "waiting_seconds": point.waiting_seconds,
             "samples_per_second": point.samples_per_second,
             "communication_share": point.communication_share,
         }

@@ -1,4 +1,4 @@
-"""What to simulate: sizes, slow ranks and links, noise, failures, loading; and how a command line says it."""
+"""What to predict: sizes, slow ranks, failures, loading; and how a command line says it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Final, Literal
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
 from .failures import FailureModel
-from .loader import Loading
-from .noise import Noise
 
 Mode = Literal["weak", "strong"]
 MODES: Final[tuple[Mode, ...]] = ("weak", "strong")
@@ -21,7 +19,7 @@ MOST_SIZES = 64
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """What to simulate."""
+    """What to predict."""
 
     plan: Plan
     ranks: tuple[int, ...]
@@ -31,11 +29,11 @@ class ScaleRequest:
     modes: tuple[Mode, ...] = MODES
     slow_ranks: Mapping[int, float] = field(default_factory=dict)
     """How many times its usual time a rank's computing takes."""
-    slow_links: Mapping[int, float] = field(default_factory=dict)
-    """The same of exchanges over a host's link, by number of the host."""
-    noise: Noise = field(default_factory=Noise)
     failures: FailureModel | None = None
-    loading: Loading = field(default_factory=Loading)
+    loader_workers: int = 1
+    """How many load a rank's batches, each as fast as the cluster's loader."""
+    storage_bytes_per_second: float | None = None
+    """What all ranks together read; None: no limit."""
 
     def __post_init__(self) -> None:
         if not self.ranks or min(self.ranks) < 1 or list(self.ranks) != sorted(set(self.ranks)):
@@ -47,12 +45,18 @@ class ScaleRequest:
             )
         if self.global_batch < 1:
             raise ConfigError(f"global batch {self.global_batch}: expected at least 1 sample")
-        for what, factors in (("slow rank", self.slow_ranks), ("slow link", self.slow_links)):
-            for number, factor in factors.items():
-                if not 1 <= factor <= 1000:
-                    raise ConfigError(f"{what} {number}:{factor:g}: expected a factor from 1 to 1000")
-                if number < 0:
-                    raise ConfigError(f"{what} {number}: expected a number from 0")
+        if self.loader_workers < 1:
+            raise ConfigError(f"loader-workers {self.loader_workers}: expected at least 1")
+        if self.storage_bytes_per_second is not None and not 0 < self.storage_bytes_per_second < math.inf:
+            raise ConfigError(f"storage-rate {self.storage_bytes_per_second:g}: expected more than 0")
+        for rank, factor in self.slow_ranks.items():
+            if not 1 <= factor <= 1000:
+                raise ConfigError(f"slow rank {rank}:{factor:g}: expected a factor from 1 to 1000")
+            if not 0 <= rank < self.ranks[0]:
+                raise ConfigError(
+                    f"slow rank {rank}: the smallest job has ranks 0 to {self.ranks[0] - 1}",
+                    remedy=f"name one of them, or begin with a larger size than {self.ranks[0]} ranks",
+                )
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -80,8 +84,8 @@ def _size(word: str, text: str) -> int:
     return int(word)
 
 
-def parse_factors(words: Sequence[str], option: str) -> dict[int, float]:
-    """Read ``3:1.5`` and the like: a number, and by what its time is multiplied."""
+def parse_slow_ranks(words: Sequence[str]) -> dict[int, float]:
+    """Read ``3:1.5`` and the like: a rank, and by what its computing time is multiplied."""
     found: dict[int, float] = {}
     for text in words:
         number, _, factor = text.partition(":")
@@ -91,9 +95,10 @@ def parse_factors(words: Sequence[str], option: str) -> dict[int, float]:
             value = math.nan
         if not (number.isascii() and number.isdigit()) or not 1 <= value <= 1000:
             raise ConfigError(
-                f"{option} {text}: expected a number and a factor from 1 to 1000", remedy=f"write {option} 3:1.5"
+                f"--slow-rank {text}: expected a rank and a factor from 1 to 1000",
+                remedy="write --slow-rank 3:1.5",
             )
         if int(number) in found:
-            raise ConfigError(f"{option} {text}: {number} has a factor already", remedy="give it once")
+            raise ConfigError(f"--slow-rank {text}: rank {number} has a factor already", remedy="give it once")
         found[int(number)] = value
     return found

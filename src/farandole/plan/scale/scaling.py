@@ -16,22 +16,19 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from ...core.cluster.cluster import Cluster
+from ...core.cluster.coefficient import Coefficient
 from ...core.cluster.resize import with_ranks
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate, Prediction, Term
 from ..model.profile import ModelProfile
-from .noisy_step import noisy_step_seconds
 from .request import Mode, ScaleRequest
-from .simulated_run import slowed
-from .step_roles import step_seconds
-from .step_work import StepWork
-from .work_of import PlacedWork, work_of
 
 Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]
 _EXCHANGES: Final[tuple[Term, ...]] = ("data", "shard", "tensor", "context", "expert", "transfer", "codec")
 """Terms of a prediction that are communication that nothing hides."""
+_WAITS: Final[tuple[Term, ...]] = ("straggler", "loader")
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,7 @@ class ScalePoint:
     degrees: str
     global_batch: int
     prediction: Prediction
-    """By the cost model, without what was asked for."""
-    slow_link_seconds: float
-    """What slow links add."""
-    straggler_seconds: float
-    """What slow ranks add."""
-    noise_seconds: float
-    """What waiting for the slowest of varying ranks adds."""
-    loader_seconds: float
-    """Waiting for the batch that the prediction does not have."""
+    """By the cost model, with the slow ranks and the loading that were asked for."""
     fits: bool
     """Whether the rank that holds most has the memory."""
     efficiency: float = 1.0
@@ -60,24 +49,23 @@ class ScalePoint:
     """Share of the time that is work that is kept; 1 without failures."""
     failure_seconds: float | None = None
     """Mean time between failures of the job; None: none are counted."""
-
-    @property
-    def predicted_seconds(self) -> float:
-        """The step on equal ranks: slow ranks of the cluster file are in `straggler_seconds`."""
-        return self.prediction.seconds - self.prediction.terms.get("straggler", 0.0)
+    save_every_seconds: float | None = None
+    """Training between two checkpoints, as given or the best; None: failures are not counted."""
 
     @property
     def seconds(self) -> float:
         """The whole step."""
-        return (
-            self.predicted_seconds + self.slow_link_seconds + self.straggler_seconds + self.noise_seconds
-            + self.loader_seconds
-        )  # fmt: skip
+        return self.prediction.seconds
 
     @property
     def communication_seconds(self) -> float:
-        """Exchanges that nothing hides, slow links included."""
-        return sum(self.prediction.terms.get(name, 0.0) for name in _EXCHANGES) + self.slow_link_seconds
+        """Exchanges that nothing hides."""
+        return sum(self.prediction.terms.get(name, 0.0) for name in _EXCHANGES)
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Waiting for slow or varying ranks, and for data."""
+        return sum(self.prediction.terms.get(name, 0.0) for name in _WAITS)
 
     @property
     def samples_per_second(self) -> float:
@@ -116,7 +104,7 @@ class ScaleAnswer:
     """By mode and size."""
     left_out: tuple[LeftOut, ...]
     assumptions: tuple[str, ...]
-    """Slow ranks, noise, failures, in words."""
+    """Slow ranks and failures, in words."""
     warnings: tuple[str, ...]
 
     def of(self, mode: Mode) -> list[ScalePoint]:
@@ -137,11 +125,10 @@ def simulate_scale(
         predict: the cost model: `farandole.plan.cost.predict.predict`.
 
     Raises:
-        ConfigError: a slow rank or link is not in the smallest job; no size fits the cluster's hosts.
+        ConfigError: no size fits the cluster's hosts.
         PlanError: no size fits the degrees of the plan, or the model or the cluster cannot be costed.
     """
     name, plan = growing(request.plan)
-    _refuse_slow(request, cluster)
     warnings: dict[str, None] = {}
     if request.ranks[-1] > cluster.ranks:
         warnings[
@@ -156,14 +143,15 @@ def simulate_scale(
         missing: dict[int, str] = {}
         for ranks in request.ranks:
             try:
-                sized = sized_cluster(cluster, ranks, request)
-                size = _Size(profile, sized, replace(request, plan=plan), mode, ranks)
-                point, said = size.point(predict)
+                sized = _sized_cluster(cluster, request, degrees_of(plan, ranks))
+                candidate = candidate_of(plan, ranks, request, mode)
+                prediction = predict(profile, sized, candidate)
             except (PlanError, ConfigError) as problem:
                 missing[ranks] = problem.message
                 refused = refused or problem
                 continue
-            warnings.update(dict.fromkeys(said))
+            warnings.update(dict.fromkeys(prediction.warnings))
+            point = _point(mode, candidate, prediction, request, cluster.device.memory_bytes.value)
             of_mode.append(_beside(point, of_mode[0]) if of_mode else point)
         points += of_mode
         if missing:
@@ -233,89 +221,37 @@ def _samples_ranks(degrees: Degrees) -> int:
     return degrees.size_over(OTHER_SAMPLES)
 
 
-def _refuse_slow(request: ScaleRequest, cluster: Cluster) -> None:
-    smallest = request.ranks[0]
-    hosts = -(-smallest // ranks_per_host(cluster, smallest))
-    for what, numbers, count in (("rank", request.slow_ranks, smallest), ("host", request.slow_links, hosts)):
-        for number in numbers:
-            if number >= count:
-                raise ConfigError(
-                    f"slow {what} {number}: the smallest job has {what}s 0 to {count - 1}",
-                    remedy=f"name one of them, or begin with a larger size than {smallest} ranks",
-                )
+def _point(
+    mode: Mode, candidate: Candidate, prediction: Prediction, request: ScaleRequest, memory: float
+) -> ScalePoint:
+    """Return the point of one size; `memory`: bytes of a rank."""
+    ranks, failures = candidate.ranks, request.failures
+    return ScalePoint(
+        mode,
+        ranks,
+        str(degrees_of(candidate.plan, ranks)),
+        candidate.global_batch,
+        prediction,
+        fits=prediction.peak_bytes <= memory,
+        goodput=1.0 if failures is None else failures.goodput(ranks),
+        failure_seconds=None if failures is None else failures.between_seconds(ranks),
+        save_every_seconds=None if failures is None else failures.interval_seconds(ranks),
+    )
 
 
-def ranks_per_host(cluster: Cluster, ranks: int) -> int:
-    """Return the ranks of a host: of the innermost tier."""
-    return max(1, min(cluster.tiers[0].ranks, ranks))
-
-
-@dataclass(frozen=True)
-class _Size:
-    """One size of a job."""
-
-    profile: ModelProfile
-    cluster: Cluster
-    request: ScaleRequest
-    mode: Mode
-    ranks: int
-
-    def point(self, predict: Predictor) -> tuple[ScalePoint, list[str]]:
-        """Return the point, and warnings."""
-        candidate = candidate_of(self.request.plan, self.ranks, self.request, self.mode)
-        prediction = predict(self.profile, self.cluster, candidate)
-        placed = work_of(self.profile, self.cluster, candidate, prediction)
-        point = self._stepped(candidate, prediction, placed)
-        failures = self.request.failures
-        if failures is not None:
-            point = replace(
-                point,
-                goodput=failures.goodput(self.ranks),
-                failure_seconds=failures.between_seconds(self.ranks),
-            )
-        return point, [*prediction.warnings, *placed.warnings]
-
-    def _stepped(self, candidate: Candidate, prediction: Prediction, placed: PlacedWork) -> ScalePoint:
-        slow = slow_ranks_of(self.cluster, self.request, self.ranks)
-        usual, linked = placed.work, slowed(placed.work, self.request.slow_links)
-        even = step_seconds(linked)
-        straggling = step_seconds(linked, slow) if slow else even
-        noisy = noisy_step_seconds(linked, self.request.noise, slow)
-        link_seconds = max(0.0, even - step_seconds(usual)) if self.request.slow_links else 0.0
-        point = ScalePoint(
-            mode=self.mode,
-            ranks=self.ranks,
-            degrees=str(usual.degrees),
-            global_batch=candidate.global_batch,
-            prediction=prediction,
-            slow_link_seconds=link_seconds,
-            straggler_seconds=max(0.0, straggling - even),
-            noise_seconds=max(0.0, noisy - straggling),
-            loader_seconds=0.0,
-            fits=prediction.peak_bytes <= self.cluster.device.memory_bytes.value,
-        )
-        coming = coming_seconds(self.profile, self.request, usual, candidate)
-        return replace(point, loader_seconds=max(0.0, coming - point.seconds))
-
-
-def coming_seconds(profile: ModelProfile, request: ScaleRequest, work: StepWork, candidate: Candidate) -> float:
-    """Return what the batch of a step takes to come, if nothing else is waited for."""
-    rank_bytes = profile.batch_bytes * work.rank_samples
-    return request.loading.seconds(rank_bytes, profile.batch_bytes * candidate.global_batch)
-
-
-def sized_cluster(cluster: Cluster, ranks: int, request: ScaleRequest) -> Cluster:
-    """Return the cluster with `ranks` ranks; without a loader where the request says what loads batches."""
-    sized = with_ranks(cluster, ranks)
-    if request.loading.worker_bytes_per_second is None:
-        return sized
-    return replace(sized, loader_bytes_per_second=None)
-
-
-def slow_ranks_of(cluster: Cluster, request: ScaleRequest, ranks: int) -> dict[int, float]:
-    """Return how many times its usual time a slow rank's computing takes: as asked for, or as the cluster says."""
-    known = {rank: 1 / speed for rank, speed in cluster.rank_speeds.items() if speed < 1 and rank < ranks}
-    return {**known, **request.slow_ranks}
+def _sized_cluster(cluster: Cluster, request: ScaleRequest, degrees: Degrees) -> Cluster:
+    """Return the cluster with the ranks of `degrees`, the slow ones, and what loads samples of each replica."""
+    sized = with_ranks(cluster, degrees.size)
+    slow = {rank: 1 / factor for rank, factor in request.slow_ranks.items()}
+    loader, storage = sized.loader_bytes_per_second, request.storage_bytes_per_second
+    if loader is not None:
+        low, high = loader.interval()
+        workers = request.loader_workers
+        loader = replace(loader, value=workers * loader.value, low=workers * low, high=workers * high)
+    if storage is not None:
+        own = storage / _samples_ranks(degrees)
+        loader = Coefficient(own) if loader is None or own < loader.value else loader
+    return replace(sized, rank_speeds={**sized.rank_speeds, **slow}, loader_bytes_per_second=loader)
 
 
 def _beside(point: ScalePoint, first: ScalePoint) -> ScalePoint:
@@ -329,13 +265,6 @@ def _assumptions(request: ScaleRequest, grows: str) -> list[str]:
     own = None if first is None else getattr(first, grows)
     found = [] if said in (REST, 1, own) else [f"{grows} is what the ranks give, not the plan's {said}"]
     found += [f"rank {rank} computes {factor:g} times as long" for rank, factor in request.slow_ranks.items()]
-    found += [
-        f"exchanges over host {host}'s link take {factor:g} times as long"
-        for host, factor in request.slow_links.items()
-    ]
-    if not request.noise.is_none:
-        tail = {"gaussian": "Gaussian", "exponential": "exponential", "measured": "measured"}[request.noise.tail]
-        found.append(f"computing of a rank varies by {request.noise.share:.1%} from step to step ({tail} tails)")
     if request.failures is not None:
         failures = request.failures
         found.append(

@@ -1,4 +1,4 @@
-"""``farandole simulate``: a plan on more ranks than there are: scaling, stragglers, failures, a run of it."""
+"""``farandole simulate``: a plan on more ranks than there are: scaling, slow ranks, failures."""
 
 from __future__ import annotations
 
@@ -19,19 +19,14 @@ from ....plan.answer.inputs import cluster_path, profile_path
 from ....plan.model.profile import ModelProfile
 from ....plan.model.profile_file import read_profile
 from ....plan.scale.failures import RESTART_SECONDS, SAVE_SECONDS, FailureModel, parse_every
-from ....plan.scale.loader import Loading
-from ....plan.scale.noise import TAILS, Noise
-from ....plan.scale.request import MODES, ScaleRequest, parse_factors, parse_sizes
+from ....plan.scale.request import MODES, ScaleRequest, parse_sizes, parse_slow_ranks
 from ...main import parser
 from ...options.output_file import check_output
 
 _EXAMPLES = """\
   farandole simulate plan.toml --gpus 8..16384
   farandole simulate plan.toml --cluster dgx-a100 --profile model.json --gpus 64..4096 \\
-      --slow-rank 3:1.5 --noise 0.05 --fail-every 3h/4096 --html scaling.html
-  farandole simulate --set zero=1 --cluster cluster.toml --profile model.json --gpus 8 \\
-      --slow-rank 3:1.5 --run-dir runs/simulated
-  farandole diagnose runs/simulated
+      --slow-rank 3:1.5 --fail-every 3h/4096 --html scaling.html
 """
 
 
@@ -39,9 +34,8 @@ def make_parser() -> argparse.ArgumentParser:
     """Return the parser of this command."""
     made = parser(
         "simulate",
-        "Predict how a plan scales, with what goes wrong on many ranks: slow ranks and links, computing that\n"
-        "varies, failures, slow data. Nothing runs: figures follow from plan, cluster and profile. With\n"
-        "--run-dir the smallest size is written as a run that report, diagnose and compare read.",
+        "Predict how a plan scales, with slow ranks, failures and slow data, and how often to save. Nothing\n"
+        "runs: figures follow from plan, cluster and profile.",
         _EXAMPLES,
     )
     made.add_argument("plan", nargs="?", metavar="PLAN.toml", help="the plan (default: one of --set alone)")
@@ -60,8 +54,6 @@ def make_parser() -> argparse.ArgumentParser:
         help="weak: the samples of a rank stay; strong: the global batch stays (default: both)",
     )  # fmt: skip
     _add_faults(made)
-    made.add_argument("--run-dir", metavar="DIR", help="write the smallest size as a run directory")
-    made.add_argument("--steps", type=int, default=40, metavar="N", help="with --run-dir: steps (default: 40)")
     made.add_argument("--html", metavar="FILE", help="draw it: one HTML page")
     made.add_argument("--json", action="store_true", help="print everything as JSON on stdout")
     return made
@@ -70,18 +62,6 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_faults(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--slow-rank", action="append", default=[], metavar="RANK:FACTOR", help="computes so many times as long"
-    )
-    made.add_argument(
-        "--slow-link", action="append", default=[], metavar="HOST:FACTOR",
-        help="exchanges over the link of this host (a number) take so many times as long",
-    )  # fmt: skip
-    made.add_argument(
-        "--noise", type=float, default=0.0, metavar="SHARE",
-        help="standard deviation of a rank's computing from step to step, such as 0.05",
-    )  # fmt: skip
-    made.add_argument("--tail", choices=TAILS, default="gaussian", help="of the noise (default: gaussian)")
-    made.add_argument(
-        "--noise-from", metavar="RUN", help="resample how computing varied in this run, instead of --noise"
     )
     made.add_argument(
         "--fail-every", default="", metavar="TIME[/RANKS]",
@@ -117,12 +97,9 @@ def main(arguments: Sequence[str]) -> int:
     from ....plan.scale.scaling import simulate_scale
 
     plan, cluster, profile, sizes = _read(options)
-    request = _request(options, plan, cluster, profile, sizes)
+    request = _request(options, plan, profile, sizes)
     html = check_output("--html", options.html)
     answer = simulate_scale(profile, cluster, request, predict)
-    if options.run_dir:
-        _write_run(options, profile, cluster, request)
-        write_notice(f"simulated run of {sizes[0]} ranks: {options.run_dir}")
     if html is not None:
         try:
             write_private(html, to_html(answer))
@@ -163,39 +140,22 @@ def _beside(options: argparse.Namespace, name: str) -> str:
 
 
 def _request(
-    options: argparse.Namespace, plan: Plan, cluster: Cluster, profile: ModelProfile, sizes: tuple[int, ...]
+    options: argparse.Namespace, plan: Plan, profile: ModelProfile, sizes: tuple[int, ...]
 ) -> ScaleRequest:
     from ....plan.scale.scaling import usual_batch
 
-    if options.noise and options.noise_from:
-        raise ConfigError("--noise and --noise-from both say how computing varies", remedy="leave one out")
     if options.global_batch < 0:
         raise ConfigError(f"--global-batch {options.global_batch}: expected at least 1 sample")
-    loader = cluster.loader_bytes_per_second
-    loading = Loading(
-        None if loader is None else loader.value,
-        options.loader_workers,
-        float(parse_bytes(options.storage_rate)) if options.storage_rate else None,
-    )
     return ScaleRequest(
         plan,
         sizes,
         options.global_batch or usual_batch(plan, profile, sizes[0]),
         modes=MODES if options.scaling == "both" else (options.scaling,),
-        slow_ranks=parse_factors(options.slow_rank, "--slow-rank"),
-        slow_links=parse_factors(options.slow_link, "--slow-link"),
-        noise=_noise(options),
+        slow_ranks=parse_slow_ranks(options.slow_rank),
         failures=_failures(options),
-        loading=loading,
+        loader_workers=options.loader_workers,
+        storage_bytes_per_second=float(parse_bytes(options.storage_rate)) if options.storage_rate else None,
     )
-
-
-def _noise(options: argparse.Namespace) -> Noise:
-    if not options.noise_from:
-        return Noise(options.noise, options.tail)
-    from ....observe.diagnose.varying_work import work_factors
-
-    return Noise.of_times(work_factors(Path(options.noise_from)))
 
 
 def _failures(options: argparse.Namespace) -> FailureModel | None:
@@ -212,19 +172,4 @@ def _failures(options: argparse.Namespace) -> FailureModel | None:
         parse_seconds(options.restart) if options.restart else RESTART_SECONDS,
         SAVE_SECONDS if options.checkpoint_seconds is None else options.checkpoint_seconds,
         parse_seconds(options.checkpoint_every) if options.checkpoint_every else None,
-    )
-
-
-def _write_run(
-    options: argparse.Namespace, profile: ModelProfile, cluster: Cluster, request: ScaleRequest
-) -> None:
-    from ....observe.record.simulated_run import write_simulated_run
-    from ....plan.cost.predict import predict
-    from ....plan.scale.simulated_run import job_events
-    from ....plan.scale.smallest_job import smallest_job
-
-    job = smallest_job(profile, cluster, request, predict, steps=options.steps)
-    assumed = {"model": profile.name, "cluster": cluster.name, "steps": job.steps, "options": options.plan or ""}
-    write_simulated_run(
-        Path(options.run_dir), job_events(job), plan=request.plan, size=job.work.ranks, simulated=assumed
     )
