@@ -106,9 +106,9 @@ class Simulator:
                     )  # fmt: skip
                     position[rank] += 1
 
-    def run(self, times: Sequence[StageTimes], begins: Sequence[float] = ()) -> Simulation:
+    def run(self, times: Sequence[StageTimes]) -> Simulation:
         """Return when each action runs; arguments as those of `simulate`."""
-        ended = self._run(times, begins)
+        ended = self._run(times)
         spans = [
             ActionSpan(step.rank, step.action, begin, end)
             for step, begin, end in zip(self._steps, ended.begins, ended.ends, strict=True)
@@ -118,11 +118,11 @@ class Simulator:
 
     def total_seconds(self, times: Sequence[StageTimes]) -> float:
         """Return how long a step takes, and nothing else."""
-        return max(self._run(times, ()).free)
+        return max(self._run(times).free)
 
-    def _run(self, times: Sequence[StageTimes], begins: Sequence[float]) -> _Ended:
+    def _run(self, times: Sequence[StageTimes]) -> _Ended:
         ranks = self._schedule.ranks
-        free = list(begins) or [0.0] * ranks
+        free = [0.0] * ranks
         seconds = [{kind: stage.seconds_of(kind) for kind in KINDS} for stage in times]
         starts: list[float] = []
         ends: list[float] = []
@@ -169,12 +169,9 @@ class _ActionStep(NamedTuple):
     """The stage before the border that its result crosses."""
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes], begins: Sequence[float] = ()) -> Simulation:
-    """Run `schedule` in simulated time; `times` are those of each stage. Raises `PlanError` if it is not valid.
-
-    `begins`: seconds at which each rank is ready for its first action; empty: all at 0.
-    """
-    return Simulator(schedule).run(times, begins)
+def simulate(schedule: Schedule, times: Sequence[StageTimes]) -> Simulation:
+    """Run `schedule` in simulated time; `times` are those of each stage. Raises `PlanError` if it is not valid."""
+    return Simulator(schedule).run(times)
 
 
 def _receiver(schedule: Schedule, action: Action) -> int | None:

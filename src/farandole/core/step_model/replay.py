@@ -14,7 +14,7 @@ before it. The overlap of buckets with backward: Li et al., "PyTorch Distributed
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from .link import LinkModel
@@ -66,36 +66,16 @@ class Replay(NamedTuple):
 
 def replay_buckets(buckets: Iterable[BucketLoad], link: LinkModel, *, shares_core: bool = False) -> Replay:
     """Return when the last bucket arrives. See [Note: replaying a step]."""
-    end, cpu, decode = -float("inf"), 0.0, 0.0
-    for span in replay_spans(buckets, link, shares_core=shares_core):
-        end, cpu, decode = span.end_seconds, span.cpu_seconds, span.decode_seconds
-    return Replay(end + decode, cpu)
-
-
-class BucketOnLink(NamedTuple):
-    """When one bucket of a step is on its way."""
-
-    begin_seconds: float
-    end_seconds: float
-    cpu_seconds: float
-    """CPU time of the buckets so far."""
-    decode_seconds: float
-    """Work on it after `end_seconds`."""
-
-
-def replay_spans(
-    buckets: Iterable[BucketLoad], link: LinkModel, *, shares_core: bool = False
-) -> Iterator[BucketOnLink]:
-    """Yield when each bucket is on its way, in launch order. See [Note: replaying a step]."""
     prepared = end = -float("inf")
-    cpu = 0.0
+    cpu = decode = 0.0
     for bucket in buckets:
         ready = bucket.ready_seconds + (cpu if shares_core else 0.0)
         prepared = max(prepared, ready) + bucket.prepare_seconds
         begin = max(prepared, end) + bucket.intra_host_seconds
         end = begin + bucket.on_link(link)
         cpu += bucket.cpu_seconds + bucket.intra_host_seconds
-        yield BucketOnLink(begin, end, cpu, bucket.decode_seconds)
+        decode = bucket.decode_seconds
+    return Replay(end + decode, cpu)
 
 
 def rebucket(buckets: Sequence[BucketLoad], bucket_bytes: float) -> list[BucketLoad]:
