@@ -12,7 +12,7 @@ import hashlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -42,10 +42,11 @@ def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
     try:
         world.store.set(keys[world.rank], json.dumps(mine))
-        if may_be_refused:
-            _wait(world, world.store, keys)
-        else:
-            world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
+        for _ in _naps(world) if may_be_refused else ():
+            if world.store.check(keys):
+                break
+        patience = _SHORTEST_NAP_SECONDS if may_be_refused else world.timeout_seconds
+        world.store.wait(keys, timedelta(seconds=patience))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
         raise nobody_answered(world, world.store, topic, keys, problem) from None
@@ -57,16 +58,14 @@ def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool
     return said
 
 
-def _wait(world: World, store: dist.Store, keys: list[str]) -> None:
-    """Wait for `keys`, or for a refusal, which is raised. See [Note: a refusal of some] in `comm_errors`.
+def _naps(world: World) -> Iterator[None]:
+    """Sleep between looks, until the time-out; raise a refusal. See [Note: a refusal of some] in `comm_errors`.
 
-    By asking: a wait of the store for a short time ends with a warning of torch's on the terminal.
+    A wait of the store itself, for a short time, ends with a warning of torch's on the terminal.
     """
     begin = time.monotonic()
-    while not store.check(keys):
-        waited = time.monotonic() - begin
-        if waited > world.timeout_seconds:
-            raise RuntimeError(f"timed out after {world.timeout_seconds:g} s")
+    while (waited := time.monotonic() - begin) < world.timeout_seconds:
+        yield
         if (refusal := world.find_refusal()) is not None:
             raise refusal
         time.sleep(min(_LONGEST_NAP_SECONDS, max(_SHORTEST_NAP_SECONDS, waited / 4)))
