@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 94_600
+CODE_LINES = 94_637
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -76,9 +76,10 @@ divided tokens; 88 went: a second region of seeds, a text form of schedules, for
 28 so that what a zero-bubble schedule computes in parts counts as one pass; 4 so that two checks of a first pass
 do not take each other for a use of weights; 1 for frozen weights in a pipeline that measures its layers; 10 so
 that gradients of a penalty on single rows are shards; 23 so that a pipeline sees attributes that change.
-330 for preempted jobs that save, samples that end, refusals that all ranks raise, and gradients that a penalty gives
-to shards; 300 for servers whose disk is full, ranks that others need, servers that end with their job, and hostile
-manifests; 1,015 went: a second simulator of sizes and its roles, FSDP2 over segments, and what nothing called.
+400 for preempted jobs that save, samples that end, refusals that all ranks raise, and gradients that a penalty
+gives to shards; 310 for servers whose disk is full, ranks that others need, servers that end with their job, and
+hostile manifests; 1,015 went: a second simulator of sizes and its roles, FSDP2 over segments, and what had no
+caller.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

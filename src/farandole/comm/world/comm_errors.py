@@ -96,5 +96,6 @@ def translate_error(
         what = "another rank closed its connection"
     else:
         kind, what, remedy = CommError, first_line(problem), ""
-    refusal = None if kind is CommError or world.sockets.shut_down else world.find_refusal()
+    # After a time-out the store may not answer either, and has no time-out of its own for this question.
+    refusal = world.find_refusal() if kind is PeerLost and not world.sockets.shut_down else None
     return refusal or kind(what, rank=world.job_rank, operation=operation, bucket=bucket, remedy=remedy)

@@ -32,10 +32,12 @@ import errno
 import fcntl
 import json
 import os
+import random
 import shutil
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +60,7 @@ DISPENSABLE = "dispensable"
 _LATEST_SECONDS = 1e11
 """In some thousands of years: what a clock never says."""
 _LOOK_SECONDS = 0.2
+_LOOKS = 4
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 
@@ -219,22 +222,33 @@ class JobLock:
 
 def is_held(directory: Path) -> bool:
     """Return whether a launcher holds `directory`, as far as is known: also where there are no locks."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        at_end.callback(os.close, descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return False
+    for _ in range(_LOOKS):  # another process may look at this very moment
+        with contextlib.suppress(OSError), contextlib.ExitStack() as at_end:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            at_end.callback(os.close, descriptor)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return False
+        time.sleep(random.uniform(0.001, 0.01))
     return True
 
 
-def end_with_job(directory: Path) -> None:
-    """End this process, and remove `directory`, once no launcher holds the run directory around it.
+_needs: list[Callable[[], bool]] = []
 
-    A thread looks, so that a process ends that has not come to its loop yet.
+
+def stay_while(is_needed: Callable[[], bool]) -> None:
+    """Let `end_with_job` wait as long as a thread that asks `is_needed` is told so."""
+    _needs.append(is_needed)
+
+
+def end_with_job(directory: Path) -> None:
+    """End this process, and remove `directory`, once no launcher holds the run directory and no client needs it.
+
+    A thread looks, so that a process ends that has not come to its loop yet. Each host has a launcher of its own,
+    and ranks of other hosts may go on: see `stay_while`.
     """
 
     def watch() -> None:
-        while is_held(directory.parent):
+        while is_held(directory.parent) or any(is_needed() for is_needed in _needs):
             time.sleep(_LOOK_SECONDS)
         shutil.rmtree(directory, ignore_errors=True)
         os._exit(0)

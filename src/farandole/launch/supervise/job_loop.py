@@ -10,6 +10,7 @@ on and ends nothing. However a job ends, every process group is gone and the por
 
 from __future__ import annotations
 
+import math
 import selectors
 import signal
 import socket
@@ -234,10 +235,11 @@ class JobLoop:
         if len(self._signals) > 1:
             self._deadlines = [(now, signal.SIGKILL)]
             return
+        is_due = self._deadlines[-1][0] if self._deadlines else math.inf  # the end of a job that has failed
         self._first_signal_seconds = now
         self._announce_at = now + ANNOUNCE_SECONDS
         if number == signal.SIGINT:
             self._deadlines = [(now, number), (now + INTERRUPT_SECONDS, signal.SIGTERM)]
         else:
             self._deadlines = [(now, signal.SIGTERM)]
-        self._deadlines.append((now + self._end_seconds, signal.SIGKILL))
+        self._deadlines.append((min(now + self._end_seconds, is_due), signal.SIGKILL))

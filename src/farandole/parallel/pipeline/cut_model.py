@@ -25,6 +25,7 @@ from ...core.schedule.actions import Schedule
 from ...core.schedule.partition import LayerCost
 from ...core.schedule.validate import in_flight
 from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from .costs import measure_layers
 from .layout import balance, find_cuts, module_calls, require_count, require_names, starts_of_layers
@@ -37,6 +38,7 @@ from .stage import require_loss
 from .trace import trace, traced_through
 
 _MOST_KEYS = 64
+_MANY_CHANGES = 8
 _MOST_VALUES = 256
 """A larger collection (a vocabulary) is taken for what it was when code was recorded, as these are read often."""
 _TORCHS = frozenset(vars(nn.Module()))
@@ -76,6 +78,9 @@ class CutModel:
         self._begins: list[int] = []
         """Which of these calls begin a stage."""
         self._cuts: dict[str, list[CutProgram]] = {}
+        self._seen: dict[str, int] = {}
+        """Attributes of the model, and which change it was that made them so."""
+        self._changes = 0
         """By shapes and modes; several where the code decides by values of the inputs."""
 
     @property
@@ -192,7 +197,25 @@ class CutModel:
     def _key(self, inputs: Any) -> str:
         trains = "".join("01"[parameter.requires_grad] for parameter in self._model.parameters())
         modes = "".join("01"[module.training] for module in self._model.modules())
-        return f"{describe(as_call(inputs))} {trains} {modes} {self._attributes()}"
+        return f"{describe(as_call(inputs))} {trains} {modes} {self._number_of_attributes()}"
+
+    def _number_of_attributes(self) -> int:
+        """Return which of those seen the attributes of the model are now.
+
+        Ranks may have different ones, such as their rank. What changes on one rank alone is a number that the others
+        have not.
+        """
+        text = self._attributes()
+        if text not in self._seen:
+            self._seen[text] = self._changes = self._changes + 1
+            if len(self._seen) > _MOST_KEYS:
+                del self._seen[next(iter(self._seen))]
+            if self._changes == _MANY_CHANGES and self._peers.here.rank == 0:
+                write_notice(
+                    f"note: attributes of the {type(self._model).__name__} have had {_MANY_CHANGES} values, and a "
+                    "pipeline records its code anew for each, which is slower than a step: make counters buffers"
+                )
+        return self._seen[text]
 
     def _attributes(self) -> str:
         """Return the plain attributes of modules whose code is recorded: it decides and computes by them."""
@@ -214,7 +237,7 @@ class CutModel:
     def numbers_of(self, parts: list[tuple[Any, Any]]) -> dict[str, int]:
         """Return what is the same on all ranks of the pipeline if they were given the same batch, by its name."""
         return {
-            "the attributes of the model": zlib.crc32(self._attributes().encode()),
+            "the attributes of the model": self._number_of_attributes(),
             "the shapes of the batch": zlib.crc32(self._key(parts[0][0]).encode()),
             "the samples of the batch": fingerprint([inputs for inputs, _ in parts]),
             "whether gradients are computed": int(torch.is_grad_enabled()),

@@ -81,6 +81,10 @@ class ServerLoop:
         self._alarm: str | None = None
         """Why snapshots cannot be written; empty once a client was told; None: they can."""
 
+    def has_callers(self) -> bool:
+        """Return whether a client is connected. May be called by any thread."""
+        return bool(self._channels)
+
     def run(self, clean_up: Callable[[], None]) -> None:
         """Serve, and `clean_up` before the last client sees the end."""
         while self._host.expected:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...core.vocabulary.run_files import stay_while
 from .host import ServiceHost
 from .loop import Limits, ServerLoop
 from .service import MakeService
@@ -54,10 +55,12 @@ def main() -> int:
         limits = Limits(**{**config["limits"], "starter": 0 if config["restores"] else config["starter"]})
         if config["restores"]:
             limits = replace(limits, start_seconds=max(limits.grace_seconds, RESTORED_SECONDS))
-        ServerLoop(
+        loop = ServerLoop(
             host, listener, key=bytes.fromhex(config["key"]), generation=config["generation"], limits=limits,
             writer=writer,
-        ).run(partial(shutil.rmtree, directory, ignore_errors=True))  # fmt: skip
+        )  # fmt: skip
+        stay_while(loop.has_callers)
+        loop.run(partial(shutil.rmtree, directory, ignore_errors=True))
     writer.close()
     return 0
 

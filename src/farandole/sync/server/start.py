@@ -82,7 +82,8 @@ def start_server(place: ServerPlace, key: bytes, *, restores: bool = False) -> t
     Raises `LaunchError` with what it said.
     """
     directory = Path(place.directory)
-    job = [str(directory)] if is_held(directory.parent) else []
+    is_of_run = directory.parent != Path(tempfile.gettempdir())
+    job = [str(directory)] if is_of_run and is_held(directory.parent) else []
     with (directory / _LOG).open("w") as log:
         process = ServerProcess(
             [sys.executable, "-c", _START, str(_ROOT), *job],

@@ -108,13 +108,16 @@ def load_optimizer(
     """Load a state as `write_optimizer` does. Raises `CheckpointError` with the optimizer's `name`.
 
     With `tries` a copy loads it, and the optimizer is as it was. One with ways of its own to load or copy a state
-    is not tried: its copy might share what loading changes.
+    is not tried: its copy might share what loading changes, or load more than this rank's part.
     """
     kind = type(optimizer)
+    has_hooks = optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks
     if not tries:
         with named(name, "other parts of the training were loaded: start anew"):
             write_optimizer(optimizer, names, saved)
-    elif (kind.load_state_dict, kind.__getstate__) == (Optimizer.load_state_dict, Optimizer.__getstate__):
+    elif not has_hooks and (kind.load_state_dict, kind.__getstate__) == (
+        Optimizer.load_state_dict, Optimizer.__getstate__
+    ):  # fmt: skip
         with named(name, "nothing was loaded"):
             write_optimizer(copy(optimizer), names, saved)
 

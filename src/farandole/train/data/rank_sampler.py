@@ -269,11 +269,12 @@ def drawn_by_rank_0(source: Iterable[Any], here: World) -> torch.Tensor:
 def _to_its_end(source: Iterable[Any], here: World, kind: Callable[[Any], T], most: int) -> tuple[list[T], int]:
     """Return what `source` yields on rank 0, as `kind`, nothing on others, and how much that is.
 
-    Raises `ConfigError` on all ranks if it is more than the length of `source`, or than `most` if it has none.
+    Raises `ConfigError` on all ranks if it is more than the length of `source` (of batches that is often an
+    estimate, and may be twice as many), or than `most` if it has none.
     """
     has_length = True
     try:
-        most = len(source)  # type: ignore[arg-type]
+        most = len(source) * (2 if kind is list else 1)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         has_length = False
     drawn = list(islice(map(kind, source), most + 1)) if here.rank == 0 else []
@@ -281,14 +282,15 @@ def _to_its_end(source: Iterable[Any], here: World, kind: Callable[[Any], T], mo
     if count > most:
         raise ConfigError(
             f"shard: the order of an epoch by {type(source).__name__} does not end: it yields more than "
-            f"{most}{', its length' if has_length else ' and has no length'}",
+            f"{most}{', by its length' if has_length else ' and has no length'}",
             remedy="let it end after an epoch, and loop over epochs: while step < steps: for batch in loader: ...",
         )
     return drawn, count
 
 
 def _from_rank_0(values: Any, length: int, here: World) -> torch.Tensor:
-    order = torch.tensor(values if here.rank == 0 else [0] * length, dtype=torch.int64)
+    is_first = here.rank == 0
+    order = torch.tensor(values, dtype=torch.int64) if is_first else torch.empty(length, dtype=torch.int64)
     if here.size > 1:
         with translated(here, "order of the data"):
             dist.broadcast(order, src=0, group=here.group)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +19,8 @@ from ....core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
 from ....core.vocabulary.rank_lists import name_ranks
 from ..message import ServerMessage
 from .clocks import Clocks
+
+_RETRY_SECONDS = 1.0
 
 SERVICE = "clocks"
 DRAIN, INSTALL, INSTALLED = "fd.drain", "loads other parameters", "has loaded other parameters"
@@ -40,8 +43,9 @@ class ClockService:
         self._gathered = 0
         """Times that all ranks came together."""
         self._journal_number = 0
-        self._unwritten = b""
+        self._unwritten = bytearray()
         """Lines that the disk has not taken."""
+        self._next_write = 0.0
         self._read_journals()
 
     @property
@@ -162,13 +166,16 @@ class ClockService:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         self._unwritten += json.dumps(line).encode() + b"\n"
-        self._write_out()
+        now = time.monotonic()
+        if now >= self._next_write:  # a disk that is full is not asked for each line
+            self._write_out()
+            self._next_write = now + _RETRY_SECONDS if self._unwritten else 0.0
 
     def _write_out(self) -> None:
         with suppress(OSError), self._journal(self._journal_number).open("ab", buffering=0) as file:
             before = file.tell()
             if file.write(self._unwritten) == len(self._unwritten):
-                self._unwritten = b""
+                self._unwritten.clear()
             else:
                 file.truncate(before)
 
