@@ -202,7 +202,7 @@ class CutModel:
     def _number_of_attributes(self) -> int:
         """Return which of those seen the attributes of the model are now.
 
-        Ranks may have different ones, such as their rank. What changes on one rank alone is a number that the others
+        Ranks may have different ones, such as their rank. What changes on one rank alone is a number that others
         have not.
         """
         text = self._attributes()
