@@ -81,7 +81,7 @@ def test_the_ones_that_weigh_at_the_end_of_a_backward_pass_are_met_there() -> No
 def test_ranks_compare_by_the_store_once_and_a_single_rank_never(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def count(world: World, name: str, value: bool) -> list[bool]:
+    def count(world: World, name: str, value: bool, **_: bool) -> list[bool]:
         asked.append(name)
         return all_gather_json(world, name, value)
 

@@ -153,7 +153,7 @@ class Autotuner:
     def _probe_and_choose(self) -> CodecChoice | None:
         """Measure the link; return what is better for it than what there is."""
         before, late, began = self._links, self._steps.is_late, time.monotonic()
-        self._links = self._conductor.run(self._measure)
+        self._links = self._find_links()
         self._learn(before)
         found = self._judge()
         other_link = any(not is_same_link(before[route], link) for route, link in self._links.items() if before)
@@ -179,6 +179,10 @@ class Autotuner:
         if self._world.rank == 0 and (self._speaks or best.main_codec != before):
             write_notice(self._explain(best) if is_verbose() else self._summarise(best))
         return best
+
+    def _find_links(self) -> dict[str, LinkModel]:
+        """Return the links by route, the same on all ranks; called by all of them at once."""
+        return self._conductor.run(self._measure)
 
     def _measure(self, transport: Transport) -> dict[str, LinkModel]:
         """Return the links by route; the first time, choose how many connections to use as well."""

@@ -36,7 +36,7 @@ from ..autotune.profile import PassTimings
 from ..device.untraced import outside_graphs
 from ..gradients.grad_shards import is_accumulating
 from .count_calls import CountCalls
-from .joined_passes import at_end_of_pass, number_of_pass
+from .in_flight import at_end_of_pass, number_of_pass
 from .parts import ReducerParts
 
 _KEPT = "_farandole_reducer"

@@ -45,8 +45,7 @@ def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool
         for _ in _naps(world) if may_be_refused else ():
             if world.store.check(keys):
                 break
-        patience = _SHORTEST_NAP_SECONDS if may_be_refused else world.timeout_seconds
-        world.store.wait(keys, timedelta(seconds=patience))
+        world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
         raise nobody_answered(world, world.store, topic, keys, problem) from None
@@ -69,6 +68,7 @@ def _naps(world: World) -> Iterator[None]:
         if (refusal := world.find_refusal()) is not None:
             raise refusal
         time.sleep(min(_LONGEST_NAP_SECONDS, max(_SHORTEST_NAP_SECONDS, waited / 4)))
+    raise RuntimeError(f"timed out after {world.timeout_seconds:g} s")
 
 
 def decide_on_first(world: World, topic: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node
 
-from ...comm.reducer.joined_passes import joined_passes
+from ...comm.reducer.in_flight import joined_passes
 
 
 class WeightPart:
