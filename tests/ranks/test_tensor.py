@@ -186,6 +186,18 @@ def test_collectives_are_those_of_the_formula() -> None:
         assert nbytes["all_reduce"] == 3 * 4 * (6 * WIDTH + 4), f"{nbytes}"
 
 
+class Doubled(torch.autograd.Function):
+    """A user's: the identity, whose backward pass doubles."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return 2 * grads[0]
+
+
 @ranks(3)
 def test_logits_of_a_divided_vocabulary_are_gathered_where_they_must_be() -> None:
     here = fd.init()
@@ -209,6 +221,7 @@ def test_logits_of_a_divided_vocabulary_are_gathered_where_they_must_be() -> Non
         "arithmetic": lambda z: (2 * z + 1).square(),
         "in place": lambda z: z.clone().mul_(2.0),
         "words": lambda z: z[..., 3:5],
+        "own function": lambda z: functional.cross_entropy(Doubled.apply(z).flatten(0, 1), targets.flatten()),
     }
     local = {"flat", "view", "classes second", "smoothed", "each"}
     proofs = proofs_of(mine)

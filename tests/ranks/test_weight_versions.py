@@ -320,6 +320,22 @@ def test_what_is_not_there_is_refused_on_every_rank() -> None:
     refused(ConfigError, "ended in an exception", lambda: fd.drain(model))
 
 
+@ranks(2)
+def test_what_one_stage_refuses_is_refused_by_both() -> None:
+    fd.init()
+    x, y = next(batches(1))
+    model = made(lambda: nn.Sequential(Stashing(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)))
+    plan = Plan(pipeline=2, weight_versions=2, micro_batches=4, pipeline_cuts=["2"])
+    fd.distribute(model, sgd(model), plan)
+
+    def train() -> None:
+        for _ in range(3):
+            fd.step(model, MSE, x, y)
+
+    with pytest.raises(PlanError, match="not by its module's attribute"):
+        train()
+
+
 @ranks(4)
 def test_other_samples_on_one_rank_are_found_on_all_ranks() -> None:
     here = fd.init()

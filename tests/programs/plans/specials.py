@@ -78,9 +78,7 @@ def _with_keys(program: PlanProgram, keys: dict[str, Any], *, without: tuple[str
 
 def _halves(program: PlanProgram, dice: random.Random) -> PlanProgram:
     """Forward passes in float16, and an infinity on one rank."""
-    # Open: at stage 3 with `tensor`, logits of a divided vocabulary are refused a hook, in torch's words.
-    left_out = ("tensor",) if any(each.zero == 3 for each in program.layouts) else ()
-    without = ("pipeline", "expert", "micro_batches", *left_out)
+    without = ("pipeline", "expert", "micro_batches")
     program = _with_keys(program, {"precision": "fp16"}, without=without)
     return dataclasses.replace(
         program, kind="fp16", single=True, feed=dice.choice(("gelu", "gated")), loop="plain",

@@ -6,12 +6,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.ssh.link.host_failure import why_hung_up
 from farandole.launch.ssh.link.remote_shell import HostSetup
 from farandole.launch.ssh.root_cause import Loss, find_cause
 from farandole.launch.supervise.failure import Exit
 from farandole.launch.supervise.failure_detector import OwnPauses
+from farandole.launch.supervise.usual_causes import remedy_of
 
 
 @dataclass
@@ -77,3 +84,19 @@ def test_pauses_of_our_own() -> None:
     for moment in range(1, 20):
         pauses.look(113.9 + moment / 4)
     assert pauses.recent_seconds(118.7) == 0.0, "what it caused is known by now"
+
+
+def test_torchs_own_words_have_a_remedy() -> None:
+    """The errors are torch's as it is installed: words of another version would have none."""
+    norm, store = nn.LayerNorm(4, dtype=torch.bfloat16), dist.HashStore()
+    with pytest.raises(RuntimeError) as widened:
+        norm(torch.ones(2, 4))
+    assert "x * self.scale.to(x.dtype)" in remedy_of(str(widened.value)), f"{widened.value}"
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        whole = torch.ones(4)
+        with pytest.raises(RuntimeError) as mixed:
+            distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]) + whole
+    finally:
+        dist.destroy_process_group()
+    assert "full_tensor() to the loss" in remedy_of(str(mixed.value)), f"{mixed.value}"

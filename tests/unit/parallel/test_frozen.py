@@ -236,6 +236,9 @@ def test_what_cannot_be_stored_is_refused_by_name() -> None:
     both[0].get_parameter("weight").data[0, 0] = float("nan")
     with pytest.raises(PlanError, match=r"'0.weight' holds NaN"):
         fd.distribute(both, torch.optim.SGD(both[1].parameters(), 0.1), plan)
+    wide = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)).double()
+    with pytest.raises(PlanError, match=r"is frozen in torch.float32, .*: they are torch.float64"):
+        fd.distribute(wide, torch.optim.SGD(wide[1].parameters(), 0.1), plan)
     with pytest.raises(PlanError, match="frozen_codec"):
         fd.Plan.from_mapping({"frozen_codec": "int2"}, where="test")
 

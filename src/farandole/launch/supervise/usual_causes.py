@@ -17,6 +17,14 @@ _USUAL = {
         "threads of torch were still at work when the process ended: call "
         "torch.distributed.destroy_process_group() at the script's end"
     ),
+    r"mixed dtype \(CPU\)": (
+        "a norm met an input in float32 and parameters in bfloat16: is there a buffer in float32 (plan: "
+        "bf16_parameters leaves buffers as they are)? Cast what it is multiplied with, x * self.scale.to(x.dtype)"
+    ),
+    r"got mixed torch\.Tensor and DTensor": (
+        "at zero = 3 a sharded parameter is a DTensor: take a sum over these before the forward pass, add its "
+        "full_tensor() to the loss, and sum over other tensors (experts) apart"
+    ),
 }
 """By the text of an error."""
 

@@ -32,7 +32,7 @@ def encode_frozen(here: World, model: nn.Module, optimizers: Sequence[Optimizer]
     found = dict(frozen_weights(model))
     problem = ""
     if not found and not any(isinstance(each, FrozenWeight) for each in model.parameters()):
-        problem = "no weight of a Linear or Embedding layer is frozen"
+        problem = "no weight of a Linear or Embedding layer is frozen" + _other_dtypes(model)
     for weight, places in found.items():
         if not bool(torch.isfinite(weight).all()):
             problem = f"{places[0][2]!r} holds NaN or infinity"
@@ -82,6 +82,13 @@ def _fits(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
     plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES and parameter.layout == torch.strided
     is_normed = isinstance(module, nn.Embedding) and module.max_norm is not None
     return plain and isinstance(module, _KINDS) and name == "weight" and not is_normed
+
+
+def _other_dtypes(model: nn.Module) -> str:
+    """Say that weights would be stored if they had another dtype."""
+    weights = [each.weight for each in model.modules() if isinstance(each, _KINDS)]
+    found = {str(each.dtype) for each in weights if not each.requires_grad and each.dtype not in _DTYPES}
+    return f" in {', '.join(map(str, _DTYPES))}: they are {', '.join(sorted(found))}" if found else ""
 
 
 def _replace(optimizers: Sequence[Optimizer], old: torch.Tensor, new: nn.Parameter) -> None:

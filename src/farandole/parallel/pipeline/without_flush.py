@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from ...comm.gradients.grad_ownership import GradsAside
 from ...comm.world.comm_errors import translated
+from ...comm.world.world import refused_by_all
 from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
 from ...core.schedule.in_a_row import BatchesInARow, Rows
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
@@ -337,14 +338,15 @@ class DelayedPipeline(Pipeline):
             )
 
     def _refuse_other_gradients(self, trained: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Raise if a pass used a parameter itself, and not the version of its batch."""
+        """Raise on all ranks if a pass of this one used a parameter itself, and not the version of its batch."""
         found = next((name for name, parameter in trained if parameter.grad is not None), None)
         if found is not None:
-            raise ConfigError(
+            refusal = PlanError(
                 f"plan: weight_versions = 2: the model computes with {found!r} not by its module's attribute, so "
                 "it cannot be given the weights of a batch",
                 remedy="read parameters as attributes of their modules, or set weight_versions = 1",
             )
+            raise refused_by_all(refusal)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -60,6 +60,8 @@ class LazyWhole(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         is_local = function is _T.register_hook or (lazy is not None and lazy.gathered is None)
+        if function in _AGAIN and not torch.is_grad_enabled() and lazy is not None and lazy.local.requires_grad:
+            is_local = False  # an autograd function's forward pass: the part would lose the graph it is to get
         if lazy is not None and is_local and function in _LOCAL:
             found = _LOCAL[function](lazy, *args[1:], **kwargs) if args[0] is lazy else NotImplemented
             if found is not NotImplemented:
@@ -213,12 +215,14 @@ _FACTS = {
     _T._base.__get__,
 }  # fmt: skip
 """What does not depend on values, or is the graph's own."""
-_LOCAL: dict[Any, Callable[..., Any]] = {
+_AGAIN: dict[Any, Callable[..., Any]] = {
     **{each: _cast(each) for each in (_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.contiguous, _T.clone)},
     _T.view: _reshape, _T.reshape: _reshape, torch.reshape: _reshape,
     _T.flatten: _flatten, torch.flatten: _flatten,
     _T.transpose: _transpose, torch.transpose: _transpose,
     _T.__getitem__: _index,
-    _T.register_hook: _register_hook,
-    functional.cross_entropy: _cross_entropy,
+}  # fmt: skip
+"""What gives a tensor of which each rank has a part, again."""
+_LOCAL: dict[Any, Callable[..., Any]] = {
+    **_AGAIN, _T.register_hook: _register_hook, functional.cross_entropy: _cross_entropy,
 }  # fmt: skip
