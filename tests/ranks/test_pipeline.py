@@ -17,6 +17,7 @@ import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
 from farandole.core.vocabulary.spec import Plan
+from farandole.parallel.pipeline import cut_model
 from tests.ranks.pool import patient, ranks, takes
 from tests.warm import run
 
@@ -237,6 +238,38 @@ def test_what_cannot_be_is_refused_on_every_rank() -> None:
     refused("1 layers to cut at", lambda: fd.step(short, mse, x, y))
     order, _ = distributed(chain(), pipeline_cuts=["0"])
     refused("after its first call", lambda: fd.step(order, mse, x, y))
+
+
+class Rated(nn.Sequential):
+    """Computes by a number that the loop changes, and knows its rank."""
+
+    rate, rank = 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = super().forward(x * (1 + self.rate))
+        return out
+
+
+@ranks(2)
+def test_a_number_that_the_loop_changes_is_the_step_s_and_one_note_says_what_it_costs() -> None:
+    rank, notices = fd.init().rank, list[str]()
+    reference, model = Rated(*chain(2)), Rated(*chain(2))
+    model.rank = rank
+    plain, optimizer = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (reference, model))
+    fd.distribute(model, optimizer, Plan(pipeline=2, micro_batches=2))
+    torch.manual_seed(3)
+    x, y = torch.randn(8, 6), torch.randn(8, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut_model, "write_notice", notices.append)
+        for step in range(10):
+            reference.rate = model.rate = step
+            plain.zero_grad(), optimizer.zero_grad()
+            expected = nn.functional.mse_loss(reference(x), y)
+            expected.backward()
+            torch.testing.assert_close(fd.step(model, nn.functional.mse_loss, x, y), expected.detach())
+            plain.step(), optimizer.step()
+    compare(reference, model, "a rate")
+    assert ["attributes of the Rated have had 8 values" in each for each in notices] == [True] * (rank == 0)
 
 
 @ranks(2)
