@@ -325,7 +325,7 @@ def test_what_one_stage_refuses_is_refused_by_both() -> None:
     fd.init()
     x, y = next(batches(1))
     model = made(lambda: nn.Sequential(Stashing(), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3)))
-    plan = Plan(pipeline=2, weight_versions=2, micro_batches=4, pipeline_cuts=["2"])
+    plan = Plan(pipeline=2, weight_versions=2, micro_batches=4, pipeline_cuts=("2",))
     fd.distribute(model, sgd(model), plan)
 
     def train() -> None:

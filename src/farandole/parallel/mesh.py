@@ -11,7 +11,7 @@ from .. import backend as _registered
 from ..comm.world.part import make_part
 from ..comm.world.world import World
 from ..core.vocabulary import events
-from ..core.vocabulary.degrees import ORDER, SAME_PARAMETERS, Degrees, degrees_of
+from ..core.vocabulary.degrees import ORDER, SAME_PARAMETERS, SAME_SAMPLES, Degrees, degrees_of
 from ..core.vocabulary.spec import Plan
 from ..plan.combinations import refuse_combinations
 
@@ -91,6 +91,9 @@ def make_mesh(here: World, plan: Plan) -> Mesh:
     replicas = [each.size_over(SAME_PARAMETERS) for each in (before, degrees) if each is not None]
     if min(replicas) < here.size:  # a model that nothing divides has as many as there are ranks
         here.session.recorder.record(events.Setup({events.SETUP_REPLICAS: replicas[-1]}))
+    if max(each.size_over(SAME_SAMPLES) for each in (before, degrees) if each is not None) > 1:
+        same = f"{degrees.rank_over(here.rank, SAME_SAMPLES)} {degrees.size_over(SAME_SAMPLES)}"
+        here.session.recorder.record(events.Setup({events.SETUP_SAME_SAMPLES: same}))
     meshes = here.session.keep(_MeshTable, _MeshTable)
     if degrees not in meshes:
         meshes[degrees] = Mesh(here, degrees)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from farandole.core.vocabulary.events import EVALUATION, InnerExchange, Phase, Started, StepDone
+from farandole.core.vocabulary.events import EVALUATION, OTHER, InnerExchange, Phase, Started, StepDone
 from farandole.observe.diagnose import compare
 from farandole.observe.figures.prediction_check import PredictionCheck, TermCheck
 from farandole.observe.figures.summary import Summary, summarise
@@ -140,12 +140,14 @@ def test_exchanges_of_activations_count_by_degree_but_for_those_of_evaluations()
     builder = StepBuilder()
     builder.take(Started(0, 2, "a", 1, 0, 0.0, "2026-01-01"))
     for begin in (1.0, 2.0, 3.0):
-        builder.take(InnerExchange("tensor", begin, begin + 0.25))
+        builder.take(InnerExchange("tensor", begin, begin + 0.25, 100))
     builder.take(Phase(EVALUATION, 1.9, 3.5))
-    builder.take(InnerExchange("context", 4.0, 4.5))
+    builder.take(InnerExchange("context", 4.0, 4.5, 100))
     row = builder.take(StepDone(1, 5.0))
     assert row is not None, "the step is done"
     assert row.inner_seconds == {"tensor": 0.25, "context": 0.5}
+    assert row.inner_phases == {OTHER: 0.75}
+    assert row.inner_bytes == 200
     again = builder.take(StepDone(2, 6.0))
     assert again is not None, "the next step is done"
     assert again.inner_seconds == {}
@@ -155,7 +157,8 @@ def test_exchanges_inside_of_passes_are_no_computing(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(SLOW_LINK, plan={"predicted": {**PREDICTED, "tensor": 0.02}}))
     for path in run.glob("events-*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [{**line, "inner": {"tensor": 20_000}} if "step" in line else line for line in lines]
+        inner = {"inner": {"tensor": 20_000}, "inner_in": {"forward": 20_000}, "inner_sent": 1000}
+        lines = [{**line, **inner} if "step" in line else line for line in lines]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_run(run).timelines[0].steps[-1].inner_seconds == {"tensor": 0.02}
     check = summarise(run).prediction

@@ -22,6 +22,8 @@ ORDER: Final = ("pipeline", "data", "shard", "expert", "context", "tensor")
 """From outermost to innermost. See [Note: order of ranks]."""
 OTHER_SAMPLES: Final = ("data", "shard", "expert")
 """Ranks that differ in one of these train on other samples."""
+SAME_SAMPLES: Final = ("pipeline", "context", "tensor")
+"""Ranks that differ in these alone train on the same."""
 SAME_PARAMETERS: Final = (*OTHER_SAMPLES, "context")
 """Ranks that differ in these alone hold the same parameters, but for those of experts."""
 REST: Final = "rest"

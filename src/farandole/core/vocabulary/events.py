@@ -78,12 +78,13 @@ class PipelineAction:
 
 @dataclass(frozen=True, slots=True)
 class InnerExchange:
-    """Inside of a pass or a step of the optimizer, this rank could compute nothing until an exchange was over."""
+    """This rank could compute nothing until an exchange was over that is none of gradients."""
 
     degree: str
-    """Whose ranks: "tensor", "context" or "expert" of activations, "shard" of parameters after a step."""
+    """"tensor", "context", "expert" or "pipeline" of activations, "shard" of stepped parameters, "rows"."""
     begin_seconds: float
     end_seconds: float
+    sent_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +256,7 @@ SETUP_BATCH = "loader_batch"
 """Samples of a batch, as the loader was asked."""
 SETUP_OPTIMIZER = "optimizer"
 """Class of the optimizer."""
-SETUP_FUSED = "optimizer_fused"
-SETUP_FOREACH = "optimizer_foreach"
+SETUP_FUSED, SETUP_FOREACH = "optimizer_fused", "optimizer_foreach"
 SETUP_MOMENTUM = "optimizer_momentum"
 """Whether SGD or RMSprop keep a momentum."""
 SETUP_TENSORS = "parameter_tensors"
@@ -272,8 +272,7 @@ FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on j
 SETUP_ZERO = "zero"
 """ZeRO stage of a model whose exchanges are those of sharded parameters; not said of others."""
 SETUP_SHARD_WITHIN = "shard_within"
-SETUP_CODEC = "codec"
-SETUP_WEIGHT_CODEC = "weight_codec"
+SETUP_CODEC, SETUP_WEIGHT_CODEC = "codec", "weight_codec"
 """What its plan has under these keys."""
 SETUP_CHECKPOINT_ALARM = "checkpoint_alarm"
 """Why the last checkpoint was not saved; empty after one that was."""
@@ -295,8 +294,7 @@ SETUP_EXPERT_SECONDS = "expert_seconds"
 """What this rank's experts of all layers take in a step, in seconds; 0 where it is not known."""
 SETUP_CRITICAL_BATCH = "critical_batch"
 """What `fd.noise_scale` has measured until now: B_simple, in samples; and where it is likely to be."""
-SETUP_CRITICAL_LOW = "critical_batch_low"
-SETUP_CRITICAL_HIGH = "critical_batch_high"
+SETUP_CRITICAL_LOW, SETUP_CRITICAL_HIGH = "critical_batch_low", "critical_batch_high"
 """None: the true gradient cannot be told from 0."""
 SETUP_PIPELINE = "pipeline"
 """The pipeline of a rank: schedule, ranks, micro-batches and stages a rank, with spaces: ``1f1b 4 8 1``."""
@@ -305,6 +303,8 @@ SETUP_PIPELINE_CUTS = "pipeline_cuts"
 """The first module of each stage but the first, with spaces."""
 SETUP_REPLICAS = "replicas"
 """Ranks that hold the same parameters, of a plan on several: with one, no gradients are exchanged."""
+SETUP_SAME_SAMPLES = "same_samples"
+"""Which of the ranks this is that train on the same samples, and how many they are: ``0 2``."""
 SETUP_PREDICTED = "predicted"
 """What the plan that was applied says of a step, as JSON; not said of others."""
 SETUP_OTHER_BYTES = "other_bytes"

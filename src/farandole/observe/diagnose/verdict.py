@@ -30,6 +30,7 @@ from .finders.optimizer_step import find_optimizer, find_small_batch
 from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
+from .inner_exchanges import find_inner
 from .pipeline_waits import find_pipeline, is_pipeline
 from .unequal_experts import find_experts, unequal_experts
 
@@ -45,7 +46,9 @@ _BOUND_OF = {
     "warm-up": "pauses", "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
     "experts": "straggler", "optimizer": "compute", "small-batch": "compute", "bubble": "pipeline",
     "slow-stage": "pipeline",
-    "pipeline-communication": "communication",
+    "pipeline-communication": "communication", "tensor-communication": "communication",
+    "context-communication": "communication", "expert-communication": "communication",
+    "shard-communication": "communication", "rows-communication": "communication",
 }  # fmt: skip
 
 
@@ -104,6 +107,7 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
         *crowded,
         *find_pipeline(table),
         *communication,
+        *find_inner(table),
         *waits,
         *(finding for finding in stragglers if finding.phase not in paused),
         *pauses,
@@ -168,7 +172,7 @@ def parts_of(table: StepTable) -> dict[str, float]:
     parts = {name: mean([cell.phases.get(name, 0.0) for cell in cells]) for name in table.phase_names()}
     if not known and "other" in parts:
         parts["compute"] = parts.pop("other")
-    if len(table.cells) > 1 and table.sees_exchanges:
+    if len(table.cells) > 1 and (table.sees_exchanges or any(cell.inner for cell in cells)):
         parts["communication"] = mean([cell.communication for cell in cells])
         parts["waiting"] = mean([cell.waiting for cell in cells])
     return parts

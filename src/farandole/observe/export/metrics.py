@@ -92,7 +92,7 @@ def _of_the_run(summary: Summary, labels: Labels) -> list[Any]:
 def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
     steps = _family("farandole_steps", COUNTER, "Optimizer steps.")
     samples = _family("farandole_samples", COUNTER, "Training samples.")
-    sent = _family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges of gradients.", "bytes")
+    sent = _family("farandole_sent_bytes", COUNTER, "Bytes sent in exchanges.", "bytes")
     phases = _family(
         "farandole_phase_seconds", COUNTER, "Time by phase; together the time of all steps.", "seconds"
     )
@@ -102,8 +102,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
         rows, thinned = timeline.steps, timeline.thinned
         _add(steps, labels, timeline.step_count)
         _add(samples, labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
-        own = sum(exchange.sent_bytes for row in rows for exchange in row.exchanges)
-        _add(sent, labels, own + sum(row.sent_bytes for row in thinned))
+        _add(sent, labels, sum(row.sent_bytes for row in rows) + sum(row.sent_bytes for row in thinned))
         for phase, seconds in phase_totals(timeline).items():
             _add(phases, {**labels, "phase": phase}, seconds)
         lengths = sorted(row.end_seconds - row.begin_seconds for row in rows)

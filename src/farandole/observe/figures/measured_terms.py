@@ -95,10 +95,6 @@ def _computing(
         if name == "shard" and timelines[0].setup.get(SETUP_ZERO) == MOST_ZERO:
             continue  # units travel one by one: see `_exchange`
         if measured > 0:
-            if name == "shard":
-                optimizer -= measured
-            else:
-                compute -= measured
             seen.append(MeasuredTerm(f"{name} exchange", (name,), measured))
         elif name in expected:
             names = (*names, name)
@@ -128,7 +124,7 @@ def _exchange(
         unseen = "waits of an accelerator's stream are not seen"
     if unseen:
         return MeasuredTerm(name, terms, None, unseen)
-    return MeasuredTerm(name, terms, mean([part.communication for part in every]))
+    return MeasuredTerm(name, terms, mean([part.of_gradients for part in every]))
 
 
 def _pipeline(
@@ -150,5 +146,5 @@ def _pipeline(
 def _straggler(timelines: Sequence[RankTimeline], every: Sequence[StepParts], slower: float) -> MeasuredTerm:
     if timelines[0].started.size > 1 and not sees_exchanges(timelines):
         return MeasuredTerm("straggler", ("straggler",), None, "no exchange was seen that ranks wait in")
-    waited = mean([part.waiting - part.for_stages for part in every])
+    waited = mean([part.waiting - part.for_stages - part.for_inner for part in every])
     return MeasuredTerm("straggler", ("straggler",), waited + slower)

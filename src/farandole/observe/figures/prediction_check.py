@@ -249,9 +249,8 @@ def _notes(
     if ranks is not None and round(ranks) != records.size:
         notes.append(f"predicted for {round(ranks)} ranks, and {records.size} ran: no test of the prediction")
     batch = predicted.get(GLOBAL_BATCH)
-    alone = all(records.plan.get(name, 1) == 1 for name in ("tensor", "pipeline", "context"))
-    if batch is None or not alone or not records.plan.get("predicted"):
-        return notes  # ranks that share samples count them each
+    if batch is None or not records.plan.get("predicted"):
+        return notes
     by_step = dict.fromkeys(steps, 0)
     for timeline in timelines:
         for row in timeline.steps:

@@ -6,6 +6,10 @@ The closing summary, the page, the diagnosis, the line while training, exports a
 [Note: waits that cannot be split] Where gradients are named operations, a rank records from when to when it waited
 for all of them, and it is unknown when the others came: a phase `EXCHANGE`, which is communication. So is the time
 of exchanges that were too many to keep one by one.
+
+[Note: exchanges inside of phases] For those of activations, stepped parameters and rows no arrival is recorded:
+what the rank that waits least for them takes is the network, and what others take longer is waiting. They are no
+part of the phase that they are in.
 """
 
 from __future__ import annotations
@@ -57,6 +61,8 @@ class StepParts:
     """For ranks that were not there yet, and for other stages of a pipeline."""
     for_stages: float
     """Part of `waiting`: for other stages."""
+    for_inner: float
+    """Part of `waiting`: in exchanges inside of phases."""
     data: float
     pauses: float
     """Garbage collection, checkpoints, evaluation, and what the script names with `fd.phase`."""
@@ -65,9 +71,14 @@ class StepParts:
     hidden: float
     """Communication behind computing: not one of the parts that add up, and the same for all ranks of a step."""
     phases: Mapping[str, float]
-    """Seconds by the name of the phase; the wait for the exchange is `EXCHANGE`."""
+    """Seconds by the name of the phase without exchanges inside; the wait for those of gradients is `EXCHANGE`."""
     inner: Mapping[str, float]
-    """Part of `compute`: waits for exchanges by degree, of activations, and "shard" in the optimizer."""
+    """Exchanges inside of phases by degree: of `communication` and of `waiting`."""
+
+    @property
+    def of_gradients(self) -> float:
+        """Part of `communication`: exchanges of gradients."""
+        return self.communication - (sum(self.inner.values()) - self.for_inner)
 
     @property
     def busy(self) -> float:
@@ -91,18 +102,38 @@ def step_parts(
     split = split_rows(rows, one_clock=one_clock)
     wanted = finds_hidden and len(rows) > 1
     hidden = hidden_by_step(rows_by_step(rows), one_clock=one_clock) if wanted else {}
+    least = {step: least_inner(here) for step, here in rows_by_step(rows).items()}
     return [
         [
-            parts_of(row, waits_of(row), own, hidden.get(row.step, 0.0))
+            parts_of(row, waits_of(row), own, least[row.step], hidden.get(row.step, 0.0))
             for row, own in zip(steps, of_rank, strict=True)
         ]
         for steps, of_rank in zip(rows, split, strict=True)
     ]
 
 
-def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hidden: float = 0.0) -> StepParts:
-    """Return one step's parts. `split`: seconds of its `waits` for others, and of communication."""
+def least_inner(rows: Sequence[StepRow]) -> dict[str, float]:
+    """Return what the network takes of exchanges inside of phases, by degree. `rows`: one step's, of all ranks."""
+    degrees = {name for row in rows for name in row.inner_seconds}
+    return {name: min(row.inner_seconds[name] for row in rows if name in row.inner_seconds) for name in degrees}
+
+
+def parts_of(
+    row: StepRow,
+    waits: Sequence[Wait],
+    split: tuple[float, float],
+    least: Mapping[str, float],
+    hidden: float = 0.0,
+) -> StepParts:
+    """Return one step's parts.
+
+    `split`: seconds of its `waits` for others, and of communication; `least`: `least_inner` of its step.
+    """
     phases = step_seconds(_rename_unsplit_waits(with_waits(row, waits)))
+    for name, seconds in row.inner_phases.items():
+        phases[name] = max(0.0, phases.get(name, 0.0) - seconds)
+    inner = row.inner_seconds if row.inner_phases else {}  # older records do not say in which phases
+    for_inner = sum(seconds - least[name] for name, seconds in inner.items())
     # A wait that a pause interrupts counts as the pause: both shares of the wait shrink alike.
     seen, in_waits = sum(split), phases.get(EXCHANGE, 0.0)
     waiting = min(in_waits, split[0] * in_waits / seen) if seen > 0 else 0.0
@@ -122,15 +153,16 @@ def parts_of(row: StepRow, waits: Sequence[Wait], split: tuple[float, float], hi
         row.begin_seconds,
         row.end_seconds - row.begin_seconds,
         compute,
-        exposed - waiting,
-        waiting + for_stages,
+        exposed - waiting + sum(inner.values()) - for_inner,
+        waiting + for_stages + for_inner,
         for_stages,
+        for_inner,
         data,
         pauses,
         rest,
         hidden,
         phases,
-        row.inner_seconds,
+        inner,
     )
 
 
@@ -150,7 +182,7 @@ def undivided_share(parts: Sequence[StepParts]) -> float:
 def own_waits(row: StepRow) -> tuple[float, float]:
     """Return how long one rank waited for exchanges, whichever rank was late, and for data."""
     phases = step_seconds(row)
-    return phases.get(EXCHANGE, 0.0), phases.get(DATA, 0.0)
+    return phases.get(EXCHANGE, 0.0) + sum(row.inner_phases.values()), phases.get(DATA, 0.0)
 
 
 def shares_of(parts: Sequence[StepParts]) -> dict[str, float]:

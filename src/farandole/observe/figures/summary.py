@@ -216,7 +216,7 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
     every = [part for own in parts for part in own]
     summary.shares = dict(shares_of(every))
     summary.step_seconds = median([part.seconds for part in every])
-    sent = sum(_sent(row) for row in counted)
+    sent = sum(row.sent_bytes for row in counted)
     if summary.size > 1 and not sees_exchanges(timelines):
         summary.shares |= dict.fromkeys(_OF_EXCHANGES)
         summary.ranks = [replace(rank, shares=_without(rank.shares, _OF_EXCHANGES)) for rank in summary.ranks]
@@ -268,10 +268,6 @@ def _first_step(row: StepRow | ThinnedRow) -> int:
 
 def _steps_of(row: StepRow | ThinnedRow) -> int:
     return 1 if isinstance(row, StepRow) else row.steps
-
-
-def _sent(row: StepRow | ThinnedRow) -> int:
-    return sum(e.sent_bytes for e in row.exchanges) if isinstance(row, StepRow) else row.sent_bytes
 
 
 def _within(timeline: RankTimeline, first: int, last: int) -> list[StepRow | ThinnedRow]:

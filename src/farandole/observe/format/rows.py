@@ -65,6 +65,15 @@ class StepRow:
     """CPU time of the training thread within `data_seconds`. None: not recorded."""
     inner_seconds: Mapping[str, float] = field(default_factory=dict)
     """Time within `phases` in which the rank waited for exchanges inside of them, by degree."""
+    inner_phases: Mapping[str, float] = field(default_factory=dict)
+    """The same time by the phase that it is in."""
+    inner_bytes: int = 0
+    """What the rank sent in them."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """What the rank sent in all exchanges."""
+        return self.inner_bytes + sum(exchange.sent_bytes for exchange in self.exchanges)
 
 
 @dataclass(frozen=True)
@@ -105,6 +114,8 @@ def encode_step(row: StepRow) -> dict[str, Any]:
         values["data_cpu"] = round(row.data_cpu_seconds * 1e6)
     if row.inner_seconds:
         values["inner"] = {name: round(seconds * 1e6) for name, seconds in row.inner_seconds.items()}
+        values["inner_in"] = {name: round(seconds * 1e6) for name, seconds in row.inner_phases.items()}
+        values["inner_sent"] = row.inner_bytes
     if row.more_seconds:
         values["more"] = {name: round(seconds * 1e6) for name, seconds in row.more_seconds.items()}
     return values
@@ -243,6 +254,8 @@ def decode_step(values: dict[str, Any]) -> StepRow:
         more_seconds=more,
         data_cpu_seconds=None if values.get("data_cpu") is None else _number(values["data_cpu"]) / 1e6,
         inner_seconds={_text(name): _number(us) / 1e6 for name, us in values.get("inner", {}).items()},
+        inner_phases={_text(name): _number(us) / 1e6 for name, us in values.get("inner_in", {}).items()},
+        inner_bytes=_count(values.get("inner_sent", 0)),
     )
 
 

@@ -134,9 +134,7 @@ def _state_of(timeline: RankTimeline, path: Path, now: float) -> RankState:
         phase=parts.most_common(1)[0][0] if known and parts else "",
         wait_share=sum(wait for wait, _ in waits) / seconds if known else None,
         data_share=sum(data for _, data in waits) / seconds if known else None,
-        sent_bytes_per_second=sum(e.sent_bytes for row in steps for e in row.exchanges) / seconds
-        if known
-        else None,
+        sent_bytes_per_second=sum(row.sent_bytes for row in steps) / seconds if known else None,
         resident_bytes=sample.resident_bytes if sample else None,
         available_bytes=sample.available_bytes if sample else None,
         device_bytes=sample.gpu_used_bytes if sample else None,

@@ -1,8 +1,14 @@
-"""Makes a row of the events of one step, when the optimizer has stepped. Holds one step, of bounded size."""
+"""Makes a row of the events of one step, when the optimizer has stepped. Holds one step, of bounded size.
+
+[Note: samples of several ranks] Where n ranks train on the same samples, each has counted all of them. A row has
+the rank's share: of rank k, from 0 to n - 1, (S + k) // n of the first S samples. These add up to S (Hermite's
+identity).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from ...core.vocabulary.events import (
@@ -11,6 +17,8 @@ from ...core.vocabulary.events import (
     EVALUATION,
     EXCHANGE,
     FORWARD,
+    OTHER,
+    SETUP_SAME_SAMPLES,
     DataWait,
     Event,
     Exchange,
@@ -18,6 +26,7 @@ from ...core.vocabulary.events import (
     Logged,
     Phase,
     PipelineAction,
+    Setup,
     Started,
     StepDone,
 )
@@ -27,7 +36,7 @@ PHASES_KEPT = 256
 """Phases of a step that are kept one by one; of the rest only the time."""
 EXCHANGES_KEPT = 64
 INNER_KEPT = 4096
-"""Exchanges of activations of a step that may turn out to be an evaluation's; older ones count as the step's."""
+"""Exchanges whose phase has not ended yet that are kept one by one."""
 
 
 class StepBuilder:
@@ -35,6 +44,9 @@ class StepBuilder:
 
     def __init__(self) -> None:
         self._begin = 0.0
+        self._same = (0, 1)
+        self._counted: Counter[str] = Counter()
+        """Samples and tokens of the ranks that train on the same. See [Note: samples of several ranks]."""
         self._clear()
 
     def _clear(self) -> None:
@@ -44,7 +56,9 @@ class StepBuilder:
         self._more: dict[str, float] = {}
         self._exchanges: list[ExchangeRow] = []
         self._inner: list[InnerExchange] = []
-        self._inner_seconds: dict[str, float] = {}
+        self._inner_seconds: defaultdict[str, float] = defaultdict(float)
+        self._inner_phases: defaultdict[str, float] = defaultdict(float)
+        self._inner_bytes = 0
         self._loss: float | None = None
         self._tokens: int | None = None
         self._total: int | None = None
@@ -56,14 +70,10 @@ class StepBuilder:
         """
         if isinstance(event, Phase):
             self._phase(event)
-            if event.name == EVALUATION:  # what is exchanged in it is no part of training
-                while self._inner and self._inner[-1].begin_seconds >= event.begin_seconds:
-                    self._inner.pop()
         elif isinstance(event, InnerExchange):
             self._inner.append(event)
             if len(self._inner) > INNER_KEPT:
-                self._add_inner(self._inner[: INNER_KEPT // 2])
-                del self._inner[: INNER_KEPT // 2]
+                self._inner = _summed(self._inner)
         elif isinstance(event, PipelineAction):
             name = FORWARD if event.kind == "F" else BACKWARD
             self._phase(Phase(name, event.begin_seconds, event.end_seconds))
@@ -82,11 +92,18 @@ class StepBuilder:
                 self._tokens = (self._tokens or 0) + event.tokens
         elif isinstance(event, Started):
             self._begin = event.begin_seconds
+        elif isinstance(event, Setup) and SETUP_SAME_SAMPLES in event.values:
+            index, _, ranks = str(event.values[SETUP_SAME_SAMPLES]).partition(" ")
+            self._same, self._counted = (int(index), int(ranks)), Counter()
         elif isinstance(event, StepDone):
             return self._finish(event)
         return None
 
     def _phase(self, phase: Phase) -> None:
+        while self._inner and self._inner[-1].begin_seconds >= phase.begin_seconds:
+            each = self._inner.pop()
+            if phase.name != EVALUATION:  # what is exchanged in it is no part of training
+                self._add_inner(each, phase.name)
         if len(self._phases) < PHASES_KEPT:
             self._phases.append(phase)
         else:
@@ -109,10 +126,17 @@ class StepBuilder:
         self._exchanges[-1] = dataclasses.replace(last, sent_bytes=last.sent_bytes + event.sent_bytes)
         self._add_more(EXCHANGE, event.wait_end_seconds - event.wait_begin_seconds)
 
-    def _add_inner(self, exchanges: Sequence[InnerExchange]) -> None:
-        for each in exchanges:
-            seconds = self._inner_seconds.get(each.degree, 0.0)
-            self._inner_seconds[each.degree] = seconds + each.end_seconds - each.begin_seconds
+    def _add_inner(self, each: InnerExchange, phase: str) -> None:
+        seconds = each.end_seconds - each.begin_seconds
+        self._inner_seconds[each.degree] += seconds
+        self._inner_phases[phase] += seconds
+        self._inner_bytes += each.sent_bytes
+
+    def _own(self, what: str, count: int) -> int:
+        index, ranks = self._same
+        before = self._counted[what]
+        self._counted[what] += count
+        return (before + count + index) // ranks - (before + index) // ranks
 
     def _add_more(self, name: str, seconds: float) -> None:
         if name not in self._more and len(self._more) >= PHASES_KEPT:
@@ -121,23 +145,37 @@ class StepBuilder:
 
     def _finish(self, event: StepDone) -> StepRow:
         phases, more = tuple(self._phases), self._more
-        self._add_inner(self._inner)
+        for each in self._inner:
+            self._add_inner(each, OTHER)
         data = sum(phase.end_seconds - phase.begin_seconds for phase in phases if phase.name == DATA)
         row = StepRow(
             event.step,
             self._begin,
             event.end_seconds,
             data + more.get(DATA, 0.0),
-            self._samples,
+            self._own("samples", self._samples),
             self._exchanges,
             self._loss,
-            self._tokens,
+            None if self._tokens is None else self._own("tokens", self._tokens),
             self._total,
             phases,
             more,
             self._data_cpu,
-            self._inner_seconds,
+            dict(self._inner_seconds),
+            dict(self._inner_phases),
+            self._inner_bytes,
         )
         self._begin = event.end_seconds
         self._clear()
         return row
+
+
+def _summed(exchanges: Sequence[InnerExchange]) -> list[InnerExchange]:
+    """Return one exchange for all of each degree: as long as they took together, from when the first began."""
+    found: dict[str, InnerExchange] = {}
+    for each in exchanges:
+        before = found.get(each.degree, dataclasses.replace(each, end_seconds=each.begin_seconds, sent_bytes=0))
+        end = before.end_seconds + each.end_seconds - each.begin_seconds
+        sent = before.sent_bytes + each.sent_bytes
+        found[each.degree] = dataclasses.replace(before, end_seconds=end, sent_bytes=sent)
+    return list(found.values())

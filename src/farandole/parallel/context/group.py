@@ -69,19 +69,24 @@ class ContextGroup:
 
     def all_to_all(self, send: torch.Tensor) -> torch.Tensor:
         """Send piece i of dimension 0 to rank i, and return the pieces of all ranks."""
-        self.traffic.add(send.nbytes // self.size * (self.size - 1))
+        sent = send.nbytes // self.size * (self.size - 1)
+        self.traffic.add(sent)
         received = torch.empty_like(send)
-        with translated(self.world, "attention by heads"), inner_exchange(self.world, DEGREE):
+        with translated(self.world, "attention by heads"), inner_exchange(self.world, DEGREE, sent):
             dist.all_to_all_single(received, send, group=self.group)
         return received
 
     def all_gather(self, tensor: torch.Tensor, why: str, *, is_counted: bool = False) -> list[torch.Tensor]:
         """Return the tensors of all ranks, which are of one shape and dtype; `why` names the call in errors."""
+        sent = tensor.nbytes * (self.size - 1)
         if is_counted:
-            self.traffic.add(tensor.nbytes * (self.size - 1))
+            self.traffic.add(sent)
         send = tensor.detach().contiguous()
         received = [torch.empty_like(send) for _ in range(self.size)]
-        with translated(self.world, why), inner_exchange(self.world, DEGREE) if is_counted else nullcontext():
+        with (
+            translated(self.world, why),
+            inner_exchange(self.world, DEGREE, sent) if is_counted else nullcontext(),
+        ):
             dist.all_gather(received, send, group=self.group)
         return received
 
@@ -102,7 +107,8 @@ class Hop:
 
     def wait(self) -> torch.Tensor:
         """Return what was received, when both messages are through."""
-        with translated(self.group.world, "ring attention"), inner_exchange(self.group.world, DEGREE):
+        inner = inner_exchange(self.group.world, DEGREE, self.sent.nbytes)
+        with translated(self.group.world, "ring attention"), inner:
             for work in self.works:
                 work.wait()
         return self.received

@@ -78,7 +78,8 @@ class ExpertRanks:
         own = torch.cat([equal, counts.reshape(-1)])
         size = dist.get_world_size(self.batch_group)
         table = torch.empty(size, own.numel(), dtype=torch.int64, device=own.device)
-        with translated(self.here, f"counts of tokens of {layer}"), inner_exchange(self.here, DEGREE):
+        sent = own.nbytes * (size - 1)
+        with translated(self.here, f"counts of tokens of {layer}"), inner_exchange(self.here, DEGREE, sent):
             dist.all_gather(list(table), own, group=self.batch_group)
         self._require_equal(layer, facts, table[:, : len(facts)].tolist())
         return table[:, len(facts) :].reshape(size, *counts.shape)
@@ -116,7 +117,8 @@ class ExpertRanks:
         came = [codec.room(room) for room in rooms]
         mine = packed[own]
         packed[own], came[own] = mine[:0], came[own][:0]
-        with translated(self.here, f"all-to-all of {layer}"), inner_exchange(self.here, DEGREE):
+        sent = sum(each.nbytes for each in packed)
+        with translated(self.here, f"all-to-all of {layer}"), inner_exchange(self.here, DEGREE, sent):
             dist.all_to_all(came, packed, group=self.group)
         came[own] = mine
         return [codec.unpack(each, pieces[own].dtype) for each in came]

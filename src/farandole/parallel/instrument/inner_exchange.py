@@ -14,11 +14,14 @@ from ...core.vocabulary.events import InnerExchange
 
 
 @contextmanager
-def inner_exchange(here: World, degree: str) -> Iterator[None]:
-    """Record the time inside as a wait for the ranks of a degree; of one that succeeded."""
+def inner_exchange(here: World, degree: str, sent_bytes: int) -> Iterator[None]:
+    """Record the time inside as a wait for the ranks of a degree; of one that succeeded.
+
+    `sent_bytes`: by this rank, of collectives what a ring sends.
+    """
     if here.device.type != "cpu":
         yield
         return
     begin = time.monotonic()
     yield
-    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic()))
+    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic(), sent_bytes))

@@ -7,6 +7,7 @@ needs. So no transport needs tags, and two stages of one rank can send to the sa
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from ...comm.world.comm_errors import translated
 from ...core.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from ...core.vocabulary.events import InnerExchange
 from .peers import PipelinePeers
 
 AHEAD = 2
@@ -74,6 +76,9 @@ class StageMailbox:
             self._kept[message] = tensors
             return
         group, _, number = self._peers.line(self._rank, receiver)
+        now = time.monotonic()
+        sent = InnerExchange("pipeline", now, now, sum(tensor.nbytes for tensor in tensors))  # what waits receives
+        self._here.session.recorder.record(sent)
         with translated(self._here, _describe(message)):
             for tensor in tensors:
                 work = dist.isend(tensor, group=group, group_dst=number)

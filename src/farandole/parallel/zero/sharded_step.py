@@ -119,7 +119,7 @@ class ShardedStep:
             if is_late:
                 reducer.late_rows().defer(chunk, work, then)
                 continue
-            with translated(reducer.world, _GATHERING), inner_exchange(reducer.world, "shard"):
+            with translated(reducer.world, _GATHERING), inner_exchange(reducer.world, "shard", work.sent_bytes):
                 work.wait()
             then()
 

@@ -26,7 +26,7 @@ class RowMessages:
         self._read: dict[int, int] = {}
         """By shard the version that was first pulled since the last step."""
         self._versions = dict.fromkeys(range(links.count), 0)
-        self.pushed_rows = self.pushed_bytes = self.pulled_rows = self.pulled_bytes = 0
+        self.pushed_rows = self.pushed_bytes = self.pulled_rows = self.pulled_bytes = self.sent_bytes = 0
 
     def pull(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """Return the rows, (u, dim), of ascending `ids`, from all shards."""
@@ -43,6 +43,7 @@ class RowMessages:
                     first, steps = pack_ids(ids[at])
                     requests[server] = ServerMessage({"do": "pull", "first": first, "round": self._round}, [steps])
             for server, reply in self.links.call(requests, keeps=False).items():
+                self.sent_bytes += requests[server].nbytes
                 self.pulled_bytes += requests[server].nbytes + reply.nbytes
                 self._versions[server] = reply.values["version"]
                 self._read.setdefault(server, reply.values["version"])
@@ -89,6 +90,7 @@ class RowMessages:
                     values, [*tensors, *([pack_numbers(counts[part])] * (self._counts_occurrences))]
                 )
                 self.pushed_bytes += requests[server].nbytes
+                self.sent_bytes += requests[server].nbytes
             self.links.call(requests, keeps=True)
             begin += at_once
             places = {server: at for server, at in places.items() if len(at) > begin}

@@ -16,8 +16,10 @@ summed. The server's optimizer makes the step (`optimizers`).
 from __future__ import annotations
 
 import math
+import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn, cast
 
@@ -30,6 +32,7 @@ from torch.optim import Optimizer
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError, FarandoleError
+from ...core.vocabulary.events import InnerExchange
 from ..server.message import ServerMessage
 from .copies import Mark, RowChanges, read_changes
 from .hashing import key_of
@@ -142,7 +145,8 @@ class RowTable(nn.Module):
         """
         flat = read_ids(ids, f"table {self.name!r}")
         unique, inverse, counts = np.unique(flat, return_inverse=True, return_counts=True)
-        rows = self._exchange.pull(unique).to(ids.device)
+        with self._recorded():
+            rows = self._exchange.pull(unique).to(ids.device)
         if torch.is_grad_enabled():
             anchor = torch.zeros(0, device=rows.device, requires_grad=True)
             apply: Any = _TrainedRows.apply
@@ -167,7 +171,17 @@ class RowTable(nn.Module):
             raise ConfigError(f"table {self.name!r}: lr = {lr}, expected a finite number from 0")
         ids, grads, counts = self._take_gradients(grad_scale)
         weight = 1.0 if self._world is None else self._world.session.batch_weight.factor
-        self._exchange.push(ids, grads, counts, lr=lr, weight=weight)
+        with self._recorded():
+            self._exchange.push(ids, grads, counts, lr=lr, weight=weight)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Record the time inside as an exchange of rows."""
+        begin, before = time.monotonic(), self._exchange.sent_bytes
+        yield
+        if self._world is not None:
+            sent = self._exchange.sent_bytes - before
+            self._world.session.recorder.record(InnerExchange("rows", begin, time.monotonic(), sent))
 
     def attach(self, optimizer: Optimizer) -> None:
         """Make a `step` after each ``optimizer.step()``. Not for a `GradScaler`, which leaves steps out."""

@@ -38,6 +38,11 @@ KINDS: Mapping[str, str] = {
     "bubble": "ranks of a pipeline wait because of its schedule and its number of micro-batches",
     "slow-stage": "one stage of a pipeline takes longer than the others, and all wait for it",
     "pipeline-communication": "ranks of a pipeline wait longer than schedule and stages explain",
+    "tensor-communication": "ranks that share layers wait for the activations that they exchange",
+    "context-communication": "ranks that share sequences wait for keys and values",
+    "expert-communication": "tokens that travel to experts and back are waited for",
+    "shard-communication": "stepped parameters that travel to all ranks are waited for",
+    "rows-communication": "rows that travel to servers and back are waited for",
     "small-batch": "the batch is so small that work which does not depend on it is much of a step",
 }
 """Every kind of finding, and what it means."""

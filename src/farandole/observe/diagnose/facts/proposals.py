@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +69,7 @@ class _Change:
             elif word not in self.without:
                 kept.append(word)
         sized = [] if self.size is None else ["-np", str(self.size)]
-        chosen = [part for key, value in self.settings.items() for part in ("--set", f"{key}={value}")]
+        chosen = [part for key, value in self.settings.items() for part in ("--set", f"{key}={_text(value)}")]
         return [*words[:2], *sized, *kept, *chosen, *words[end:]]
 
 
@@ -96,6 +97,10 @@ def _script_of(records: RunRecords) -> list[str]:
             except ValueError:
                 return []
     return []
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _words(value: Any) -> list[str]:

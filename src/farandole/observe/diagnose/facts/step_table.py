@@ -17,7 +17,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ...figures.counted import common_steps, counted_steps, sees_exchanges, warm_up
 from ...figures.device_time import rows_of
 from ...figures.figures import mean
-from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST, parts_of
+from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST, least_inner, parts_of
 from ...figures.waits import Wait, split_waits, waits_of
 from ...format.rows import StepRow
 from ...read.clock import are_comparable
@@ -38,6 +38,13 @@ class RankStep:
     """Lateness of its last launch relative to the median of the other ranks. None: clocks cannot be compared."""
     samples: int = 0
     tokens: int = 0
+    inner: Mapping[str, float] = field(default_factory=dict)
+    """Part of `communication`: exchanges inside of phases, by degree."""
+
+    @property
+    def of_gradients(self) -> float:
+        """Part of `communication`: exchanges of gradients."""
+        return self.communication - sum(self.inner.values())
 
     @property
     def work(self) -> float:
@@ -151,9 +158,10 @@ def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[Rank
     for own in zip(*rows, strict=True):
         waits = [waits_of(row) for row in own]
         splits = split_waits(waits, one_clock=one_clock)
+        least = least_inner(own)
         late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
         for rank, row in enumerate(own):
-            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], has_phases=known))
+            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], least, has_phases=known))
     return cells
 
 
@@ -165,14 +173,21 @@ def _lateness(waits: Sequence[Sequence[Wait]]) -> list[float | None]:
 
 
 def _cell(
-    row: StepRow, waits: Sequence[Wait], split: tuple[float, float], lateness: float | None, *, has_phases: bool
+    row: StepRow,
+    waits: Sequence[Wait],
+    split: tuple[float, float],
+    lateness: float | None,
+    least: Mapping[str, float],
+    *,
+    has_phases: bool,
 ) -> RankStep:
     """Return one step of one rank. Records of version 1 know data and the exchange, the rest is `OTHER`."""
-    parts = parts_of(row, waits, split)
+    parts = parts_of(row, waits, split, least)
     phases = {name: seconds for name, seconds in parts.phases.items() if name != EXCHANGE}
     if not has_phases:
         data = phases.get(DATA, 0.0)
         phases = {DATA: data, OTHER: sum(phases.values()) - data}
     return RankStep(
-        parts.seconds, phases, parts.waiting, parts.communication, lateness, row.samples, row.tokens or 0
-    )
+        parts.seconds, phases, parts.waiting, parts.communication, lateness, row.samples, row.tokens or 0,
+        {name: least[name] for name in parts.inner},
+    )  # fmt: skip

@@ -47,7 +47,7 @@ def find_communication(table: StepTable, costs: CodecCosts | None = None) -> lis
     """
     if len(table.cells) < 2:
         return []
-    seconds = mean([cell.communication for own in table.cells for cell in own])  # as in all tables of parts
+    seconds = mean([cell.of_gradients for own in table.cells for cell in own])  # as in all tables of parts
     share = seconds / table.step_seconds
     counts = [len(row.exchanges) for own in table.rows for row in own]
     usual = statistics.mode(counts) if counts else 0
@@ -57,7 +57,7 @@ def find_communication(table: StepTable, costs: CodecCosts | None = None) -> lis
     if table.records.missing:
         return [_absent(table, seconds, share)]
     # Where one host has everything last, the others wait for it: an exchange has ended with its slowest rank.
-    longest = mean([max(cell.communication for cell in cells) for cells in table.by_step()])
+    longest = mean([max(cell.of_gradients for cell in cells) for cells in table.by_step()])
     odd = find_slow_link(table, network, longest, longest / table.step_seconds)
     if table.records.timelines[0].setup.get(SETUP_ZERO) == MOST_ZERO:
         sharded = _sharded(table, usual, seconds, share)

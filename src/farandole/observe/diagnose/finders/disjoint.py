@@ -32,7 +32,9 @@ WAITING = "waiting"
 _WORK = (*COMPUTE_AND_REST, UNDIVIDED, DATA)
 _SOURCES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(
-        ("communication", "small-buckets", "large-buckets", "slow-link", "extra-exchange", "absent"),
+        ("communication", "small-buckets", "large-buckets", "slow-link", "extra-exchange", "absent",
+         "tensor-communication", "context-communication", "expert-communication", "shard-communication",
+         "rows-communication"),
         (COMMUNICATION,),
     ),
     **dict.fromkeys(("straggler", "samples", "jitter"), _WORK),

@@ -85,6 +85,11 @@ def gaps_of(row: StepRow) -> dict[Place, float]:
             at, before = phase.end_seconds, phase.name
     if row.end_seconds > at:
         gaps[before, OPTIMIZER] = gaps.get((before, OPTIMIZER), 0.0) + row.end_seconds - at
+    inner = row.inner_phases.get(OTHER, 0.0)  # of rows of tables: no row says in which gap
+    for place in sorted(gaps, key=lambda place: -gaps[place]):
+        taken = min(inner, gaps[place])
+        gaps[place] -= taken
+        inner -= taken
     return gaps
 
 

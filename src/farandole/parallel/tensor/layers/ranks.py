@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,7 +38,7 @@ class TensorRanks:
         """Return the sum of `tensor` over the ranks, in its memory if it is contiguous."""
         tensor = tensor.contiguous()
         self._count("all_reduce", tensor)
-        with translated(self.part, f"all-reduce of {what}"), inner_exchange(self.part, DEGREE):
+        with translated(self.part, f"all-reduce of {what}"), self._inner(2 * tensor.nbytes):
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
@@ -51,7 +52,7 @@ class TensorRanks:
         tensor = tensor.contiguous()
         out = tensor.new_empty((self.size, *tensor.shape))
         self._count("all_gather", out)
-        with translated(self.part, f"all-gather of {what}"), inner_exchange(self.part, DEGREE):
+        with translated(self.part, f"all-gather of {what}"), self._inner(out.nbytes):
             dist.all_gather(list(out.unbind(0)), tensor, group=self.group)
         if lengths and min(lengths) < longest:
             whole = torch.cat([each[:length] for each, length in zip(out, lengths, strict=True)])
@@ -64,9 +65,12 @@ class TensorRanks:
         pieces = [each.contiguous() for each in tensor.chunk(self.size, dim)]
         self._count("reduce_scatter", tensor)
         out = torch.empty_like(pieces[self.rank])
-        with translated(self.part, f"reduce-scatter of {what}"), inner_exchange(self.part, DEGREE):
+        with translated(self.part, f"reduce-scatter of {what}"), self._inner(tensor.nbytes):
             dist.reduce_scatter(out, pieces, group=self.group)
         return out
+
+    def _inner(self, whole_bytes: int) -> AbstractContextManager[None]:
+        return inner_exchange(self.part, DEGREE, whole_bytes * (self.size - 1) // self.size)
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         self.calls[kind] += 1

@@ -1,0 +1,64 @@
+"""What divided trainings on real ranks leave in their records: samples once, and exchanges with their bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+SCRIPT = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import farandole as fd
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+fd.init()
+torch.manual_seed(0)
+model = nn.Sequential(Block(), Block())
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+model, optimizer = fd.distribute(model, optimizer)
+data = TensorDataset(torch.randn(80, 16), torch.randn(80, 16))
+for x, y in fd.shard(DataLoader(data, batch_size=8)):
+    optimizer.zero_grad()
+    fd.step(model, nn.functional.mse_loss, x, y)
+    fd.log(tokens=x.numel())
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("degree", "sent_bytes"),
+    # A sum of 8 x 16 numbers for each block in each pass, but for the gradient of the input, which needs none; of
+    # 2 ranks a ring sends as many bytes. Or one border, there or back.
+    [("tensor", 3 * 8 * 16 * 4), ("pipeline", 8 * 16 * 4)],
+)
+def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: str, sent_bytes: int) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ("-np", "2", "--run-dir", "run", "--set", f"{degree}=2")
+    done = warm.run(tmp_path, "run", *options, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == 10
+    assert summary["samples"] == 80, "each sample is one, however many ranks see it"
+    assert summary["tokens_per_second"] == pytest.approx(16 * summary["samples_per_second"])
+    assert summary["sent_bytes_per_step"] == pytest.approx(sent_bytes), "the mean of the ranks"
+    assert summary["shares"]["communication"] + summary["shares"]["waiting"] > 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    for row in map(json.loads, lines):
+        if row["kind"] == "step" and "samples_per_second" in row:
+            assert row["samples_per_second"] * row["seconds"] == pytest.approx(8, rel=0.01)
