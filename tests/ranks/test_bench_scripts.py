@@ -21,7 +21,7 @@ import farandole as fd
 fd.init()
 model = nn.Linear(5, 1)
 model, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), 0.05))
-x = torch.randn(400, 5)
+x = torch.randn(400, 5, generator=torch.Generator().manual_seed(0))
 batch = int(sys.argv[1])
 for step, (a,) in enumerate(fd.shard(DataLoader(TensorDataset(x), batch_size=batch))):
     if step == 14:

@@ -159,7 +159,7 @@ def test_gradients_and_shards_are_those_of_the_ledger() -> None:
     said: Counter[int] = Counter()
     for each in calls:
         said[int(collective_work(each.operation, size, each.nbytes).sent_bytes)] += each.count
-    assert sizes == said, f"stage 3: {calls}"
+    assert sizes == said, f"stage 3: {sizes}, and {said} of {calls}"
 
 
 class Stack(nn.Module):

@@ -128,7 +128,7 @@ def distribute(
     )
     _plans[model], _meshes[model] = plan, mesh
     if here.size > 1 and not _is_whole(mesh, plan):
-        guard_state_dicts(model, plan, saved_elsewhere)
+        guard_state_dicts(model, mesh.degrees, plan.zero, saved_elsewhere)
     here.session.stall_seconds = plan.stall_seconds
     if mesh.size("pipeline") > 1:
         finish = partial(_finish_pipeline, mesh, model, optimizers, plan, predicted)

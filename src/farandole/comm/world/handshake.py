@@ -1,7 +1,7 @@
 """The first words between ranks: refuse those of another job, version or size before any group is made.
 
-[Note: a store that outlives its processes] torchrun's agent serves the store, keeps it when it starts all ranks
-anew, and does not say which start this is: each agent counts its own failures, and no change of nodes is
+[Note: a store that outlives its processes] The agent of torchrun serves the store, keeps it when it starts all
+ranks anew, and does not say which start this is: each agent counts its own failures, and no change of nodes is
 counted. A new process would read what a dead one said. So rank 0 names each start by a random text, and the
 others, which may have read the name before, take their places under it in the store. Rank 0 goes on when all
 have done so. A rank that finds its place taken, or is told that the start is over, goes on to the next one.

@@ -17,20 +17,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.spec import Plan
 from ..split import split_of
 
-_DEGREES = ("pipeline", "tensor", "expert", "zero")
+_DEGREES = ("pipeline", "tensor", "expert")
 
 
 Elsewhere = Callable[[nn.Module], Mapping[str, tuple[int, ...] | None]]
 """Returns the whole shapes of parameters that other stages of a pipeline have, by name."""
 
 
-def guard_state_dicts(model: nn.Module, plan: Plan, elsewhere: Elsewhere) -> None:
-    """Refuse that parts of `model`, which `plan` divides, are taken for whole, and whole ones for parts."""
-    asked = ", ".join(f"{key} = {getattr(plan, key)}" for key in _DEGREES if getattr(plan, key) > 1)
+def guard_state_dicts(model: nn.Module, degrees: Degrees, zero: int, elsewhere: Elsewhere) -> None:
+    """Refuse that parts of `model`, which a plan divides, are taken for whole, and whole ones for parts."""
+    divided = {**{name: getattr(degrees, name) for name in _DEGREES}, "zero": zero}
+    asked = ", ".join(f"{key} = {value}" for key, value in divided.items() if value > 1)
     model.register_load_state_dict_pre_hook(WholeStateGuard(asked, elsewhere))
     for module in model.modules():
         module.register_state_dict_post_hook(partial(_mark_parts, _Part(asked)))

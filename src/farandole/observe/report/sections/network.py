@@ -47,7 +47,7 @@ class BucketFigures:
 def make(run: Run) -> Section | None:
     """Return the network's figures; None where nothing was sent."""
     rows = [row for own in run.counted for row in own]
-    sent = [sum(e.sent_bytes for e in row.exchanges) for row in rows]
+    sent = [row.sent_bytes for row in rows]
     if len(run.timelines) < 1 or run.summary.size < 2 or not any(sent):
         return None
     figures = [("sent by a rank", format_bytes(sum(sent) / len(sent)), "a step")]
