@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
@@ -17,6 +18,8 @@ from farandole.parallel.frozen.frozen_weight import FrozenWeight
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import own
 from tests.ranks.sharded_cases import Words, batches, loss_of, whole
+from tests.ranks.tensor_models import batch as language_batch
+from tests.ranks.tensor_models import gpt2
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
 
@@ -129,6 +132,36 @@ def test_each_rank_stores_a_third_and_computes_as_one_process(tmp_path: Path) ->
     assert not any(isinstance(part, DTensor) for part in parts), "whole where parameters travel packed"
     with pytest.raises(RuntimeError, match="would change a frozen weight"):
         run.frozen["words.weight"].mul_(2)
+
+
+def adapted_gpt2() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    model = gpt2().requires_grad_(False)
+    return model, torch.optim.Adam(fd.low_rank_adapters(model, ["*.attn.*", "*.mlp.*"], rank=2), 0.01)
+
+
+@takes(60)
+@ranks(2)
+def test_gpt_2_whose_weights_are_transposed_trains_as_with_the_decoded_ones() -> None:
+    fd.init()
+    model, optimizer = adapted_gpt2()
+    fd.distribute(model, optimizer, Plan(zero=3, frozen_codec="int4", recompute="blocks"))
+    stored = {n for n, each in model.named_parameters() if isinstance(each, FrozenWeight)}
+    assert sum("attn" in name or "mlp" in name for name in stored) == 8, f"of two blocks with four each: {stored}"
+    plain, by_hand = adapted_gpt2()
+    for name, each in plain.named_parameters():
+        if name in stored:
+            each.data = FrozenWeight.encode(each, "int4").decode()
+    for step in range(3):
+        tokens, targets = language_batch(step)
+        pairs = ((model, optimizer, own(tokens), own(targets)), (plain, by_hand, tokens, targets))
+        for trained, its_optimizer, x, y in pairs:
+            its_optimizer.zero_grad()
+            functional.cross_entropy(trained(x).logits.flatten(0, 1), y.flatten()).backward()
+            its_optimizer.step()
+    for name, each in plain.named_parameters():
+        if each.requires_grad:
+            torch.testing.assert_close(whole(model.get_parameter(name)), each, rtol=1e-4, atol=1e-5, msg=name)
 
 
 @takes(60)

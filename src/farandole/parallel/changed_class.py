@@ -63,6 +63,19 @@ def plain_class_of(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
+    kind = plain_class_of(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
+
+
+def features_of(layer: nn.Module) -> tuple[int, int]:
+    """Return the input and output features of a linear layer, torch's or transformers'."""
+    names = ("nx", "nf") if is_transposed(layer) else ("in_features", "out_features")
+    inputs, outputs = (int(getattr(layer, name)) for name in names)
+    return inputs, outputs
+
+
 def change_class(module: nn.Module, kin: type[nn.Module], why: str) -> None:
     """Let `module` be of class `kin` from now on; `why` names the plan's key in errors.
 

@@ -276,7 +276,7 @@ def test_adapters_compute_what_lora_does_and_only_they_train() -> None:
 @pytest.mark.parametrize(
     ("patterns", "named", "words"),
     [
-        ("nothing.*", {}, "matches none of 4 Linear"),
+        ("nothing.*", {}, "matches none of 4 linear layers"),
         ([], {}, "no pattern"),
         ("body.*", {"rank": 0}, "rank = 0"),
         ("body.*", {"alpha": float("nan")}, "alpha = nan"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,8 +14,12 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import nearest
+from ..changed_class import features_of, is_transposed, plain_class_of
 
 DOWN, UP = "adapter_down", "adapter_up"
+_NAMES = 6
+"""Names that an error lists at most."""
 
 
 def low_rank_adapters(
@@ -29,7 +34,8 @@ def low_rank_adapters(
 
     Args:
         model: the model, changed in place.
-        patterns: of names of `torch.nn.Linear` layers, such as ``"*.attention.*"``; each must match one.
+        patterns: of names of linear layers, such as ``"*.attention.*"``; each must match one. A linear layer is a
+            `torch.nn.Linear` or transformers' ``Conv1D``, that of GPT-2.
         rank: rows of ``adapter_down``, at least 1 and at most what the layer has features.
         alpha: scale of the adapters' output, times 1 / rank.
 
@@ -41,10 +47,10 @@ def low_rank_adapters(
             called (the output projection of `torch.nn.MultiheadAttention`), or a number is out of range.
     """
     patterns = [patterns] if isinstance(patterns, str) else list(patterns)
-    layers = {name: each for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    layers = {name: each for name, each in model.named_modules() if _is_linear(each)}
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
-            raise _wrong(f"the pattern {pattern!r} matches none of {len(layers)} Linear layers")
+            raise _no_match(pattern, model, list(layers))
     if not patterns:
         raise _wrong("no pattern is given")
     if not isinstance(rank, int) or rank < 1 or not (0 < alpha < math.inf):
@@ -59,7 +65,7 @@ def low_rank_adapters(
             raise _wrong(f"{name!r} has adapters already")
         if isinstance(layer, NonDynamicallyQuantizableLinear):
             raise _wrong(f"the forward of {name!r} is never called, so adapters would do nothing")
-        if rank > min(layer.in_features, layer.out_features):
+        if rank > min(features_of(layer)):
             raise _wrong(f"rank = {rank} is above the features of {name!r}, a {layer}")
     made = []
     for layer in chosen.values():
@@ -67,10 +73,15 @@ def low_rank_adapters(
     return made
 
 
-def _add(layer: nn.Linear, rank: int, scale: float) -> list[nn.Parameter]:
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) or is_transposed(layer)
+
+
+def _add(layer: Any, rank: int, scale: float) -> list[nn.Parameter]:
+    inputs, outputs = features_of(layer)
     like: dict[str, Any] = {"dtype": layer.weight.dtype, "device": layer.weight.device}
-    down = nn.Parameter(torch.empty(rank, layer.in_features, **like))
-    up = nn.Parameter(torch.zeros(layer.out_features, rank, **like))
+    down = nn.Parameter(torch.empty(rank, inputs, **like))
+    up = nn.Parameter(torch.zeros(outputs, rank, **like))
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))
     layer.register_parameter(DOWN, down)
     layer.register_parameter(UP, up)
@@ -89,5 +100,24 @@ class _Adapt:
         return output + functional.linear(inner, layer.get_parameter(UP)) * self._scale
 
 
-def _wrong(what: str) -> ConfigError:
-    return ConfigError(f"low_rank_adapters: {what}")
+def _no_match(pattern: str, model: nn.Module, layers: list[str]) -> ConfigError:
+    """Name the kinds of modules that match, and the layers that could have been meant."""
+    matching = Counter(
+        plain_class_of(each).__name__ for name, each in model.named_modules() if fnmatchcase(name, pattern)
+    )
+    kinds = ", ".join(f"{count} {kind}" for kind, count in matching.most_common(_NAMES))
+    inside = f"{pattern}.*"
+    remedy = f"there are: {', '.join(layers[:_NAMES]) or 'none'}"
+    if any(fnmatchcase(name, inside) for name in layers):
+        remedy = f"did you mean {inside!r}?"
+    elif (near := nearest(pattern, layers)) is not None:
+        remedy = f"did you mean {near!r}?"
+    return _wrong(
+        f"the pattern {pattern!r} matches none of {len(layers)} linear layers (Linear, transformers' Conv1D); it "
+        f"matches {kinds or 'no module at all'}",
+        remedy,
+    )
+
+
+def _wrong(what: str, remedy: str = "") -> ConfigError:
+    return ConfigError(f"low_rank_adapters: {what}", remedy=remedy)

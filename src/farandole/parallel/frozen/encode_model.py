@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +14,17 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.host.heap import trim_heap
 from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ..changed_class import is_transposed, plain_class_of
 from .block_codes import FORMS
 from .frozen_weight import FrozenWeight, as_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KINDS = (nn.Linear, nn.Embedding)
+_NOTABLE_SHARE = 0.1
+"""What is less of the frozen bytes, or of those of the kind of layers that has most, is not said."""
+_NAMES = 4
+"""Kinds of layers that a line lists at most."""
 Place = tuple[nn.Module, str, str]
 """A module, the name of a parameter in it, and its name in the model."""
 
@@ -25,24 +32,32 @@ Place = tuple[nn.Module, str, str]
 def encode_frozen(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Replace the frozen weights of linear layers and embeddings by `FrozenWeight`, on all ranks alike.
 
-    Raises `PlanError`, on every rank, if there is none, or one of them holds NaN or infinity.
+    Rank 0 says which kinds of layers keep a notable share of the frozen bytes as they are, also where `freeze` has
+    stored weights before. Raises `PlanError`, on every rank, if there is nothing to store, or a weight holds NaN
+    or infinity.
     """
-    if plan.frozen_codec not in FORMS:
+    is_stored = any(isinstance(each, FrozenWeight) for each in model.parameters())
+    if plan.frozen_codec in FORMS:
+        found = dict(frozen_weights(model))
+        _refuse(here, found, plan.frozen_codec, "" if found or is_stored else _none_fits(model))
+        encode_weights(found, plan.frozen_codec, optimizers)
+    elif not is_stored:
         return
-    found = dict(frozen_weights(model))
-    problem = ""
-    if not found and not any(isinstance(each, FrozenWeight) for each in model.parameters()):
-        problem = "no weight of a Linear or Embedding layer is frozen" + _other_dtypes(model)
+    line = what_stays(model)
+    if line and here.rank == 0:
+        write_notice(f"{'frozen_codec' if plan.frozen_codec in FORMS else 'freeze'}: {line}")
+
+
+def _refuse(here: World, found: dict[torch.Tensor, list[Place]], codec: str, problem: str) -> None:
     for weight, places in found.items():
         if not bool(torch.isfinite(weight).all()):
             problem = f"{places[0][2]!r} holds NaN or infinity"
     answers = [answer for answer in all_gather_json(here, "frozen weights", problem) if answer]
     if answers:
         raise PlanError(
-            f'plan: frozen_codec = "{plan.frozen_codec}", but {answers[0]}',
+            f'plan: frozen_codec = "{codec}", but {answers[0]}',
             remedy="call requires_grad_(False) for what is not to train, before fd.distribute",
         )
-    encode_weights(found, plan.frozen_codec, optimizers)
 
 
 @torch.no_grad()
@@ -69,26 +84,66 @@ def stored_tensors(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def frozen_weights(model: nn.Module) -> Iterator[tuple[torch.Tensor, list[Place]]]:
     """Yield each frozen parameter with the modules that have it; none of them if one is of another kind."""
+    for parameter, places in _all_frozen(model):
+        if all(_fits(module, name, parameter) for module, name, _ in places):
+            yield parameter, places
+
+
+def what_stays(model: nn.Module) -> str:
+    """Say which share of the frozen bytes cannot be in few bits, and of which layers; "" for a small one."""
+    whole_bytes, kinds = 0, Counter[str]()
+    for parameter, places in _all_frozen(model):
+        parameter_bytes = parameter.numel() * parameter.element_size()
+        whole_bytes += parameter_bytes
+        others = [place for place in places if not _fits(place[0], place[1], parameter)]
+        if others and not isinstance(parameter, FrozenWeight):
+            kinds[_describe(others[0], parameter)] += parameter_bytes
+    if kinds.total() <= _NOTABLE_SHARE * whole_bytes:
+        return ""
+    most = max(kinds.values())
+    listed = ", ".join(kind for kind, each in kinds.most_common(_NAMES) if each >= _NOTABLE_SHARE * most)
+    return f"{100 * kinds.total() / whole_bytes:.0f} % of the frozen bytes stay as they are: {listed}"
+
+
+def _all_frozen(model: nn.Module) -> Iterator[tuple[nn.Parameter, list[Place]]]:
     owners: dict[nn.Parameter, list[Place]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
             owners.setdefault(parameter, []).append((module, name, f"{prefix}.{name}" if prefix else name))
-    for parameter, places in owners.items():
-        if not parameter.requires_grad and all(_fits(module, name, parameter) for module, name, _ in places):
-            yield parameter, places
+    return ((parameter, places) for parameter, places in owners.items() if not parameter.requires_grad)
+
+
+def _describe(place: Place, parameter: nn.Parameter) -> str:
+    """Return the kind of a layer, with what distinguishes its parameter from one that would be stored."""
+    module, name, _ = place
+    kind = plain_class_of(module).__name__
+    if name != "weight":
+        return f"{kind}.{name}"
+    if not _stores(module):
+        return kind
+    return f"{kind} with max_norm" if _is_plain(parameter) else f"{kind} in {parameter.dtype}"
+
+
+def _stores(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.Embedding)) or is_transposed(module)
 
 
 def _fits(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    plain = type(parameter) is nn.Parameter and parameter.dtype in _DTYPES and parameter.layout == torch.strided
     is_normed = isinstance(module, nn.Embedding) and module.max_norm is not None
-    return plain and isinstance(module, _KINDS) and name == "weight" and not is_normed
+    return _is_plain(parameter) and _stores(module) and name == "weight" and not is_normed
 
 
-def _other_dtypes(model: nn.Module) -> str:
-    """Say that weights would be stored if they had another dtype."""
-    weights = [each.weight for each in model.modules() if isinstance(each, _KINDS)]
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return type(parameter) is nn.Parameter and parameter.dtype in _DTYPES and parameter.layout == torch.strided
+
+
+def _none_fits(model: nn.Module) -> str:
+    """Say what is missing, and of which dtype weights are that would be stored if they had another."""
+    layers: list[Any] = [each for each in model.modules() if _stores(each)]
+    weights = [each.weight for each in layers]
     found = {str(each.dtype) for each in weights if not each.requires_grad and each.dtype not in _DTYPES}
-    return f" in {', '.join(map(str, _DTYPES))}: they are {', '.join(sorted(found))}" if found else ""
+    others = f" in {', '.join(map(str, _DTYPES))}: they are {', '.join(sorted(found))}" if found else ""
+    return f"no weight of a Linear, Embedding or Conv1D layer is frozen{others}"
 
 
 def _replace(optimizers: Sequence[Optimizer], old: torch.Tensor, new: nn.Parameter) -> None:

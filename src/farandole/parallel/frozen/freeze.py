@@ -16,7 +16,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def freeze(module: M, codec: Literal["none", "int8", "int4"] = "none") -> M:
-    """Freeze `module`, and store its Linear and Embedding weights in few bits.
+    """Freeze `module`, and store its Linear, Embedding and transformers' Conv1D weights in few bits.
 
     What the plan key `frozen_codec` does to a whole model when it is distributed, for a part of one while the
     model is made: a model whose weights do not fit in memory can be made layer by layer. Exchanges nothing: the

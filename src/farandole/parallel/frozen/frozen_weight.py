@@ -3,7 +3,7 @@
 The module stays the one it was: its `weight` is still a parameter of that name, shape and dtype. A linear layer
 decodes it in the forward pass and again in backward, so that between both only packed numbers are there; an
 embedding decodes the rows it looks up. Every other operation gets the decoded tensor, for as long as it needs
-it.
+it: autograd keeps what it is given, so the ``addmm`` of transformers' Conv1D keeps and decodes as a linear layer.
 
 [Note: why not torchao] Version 0.18 of torchao has int8 weights with gradients to the input. On a CPU its 4-bit
 weights either need a kernel library for GPUs (``Int4WeightOnlyConfig``), take a byte each

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import PlanError
-from ..changed_class import change_class, make_kin
+from ..changed_class import change_class, is_transposed, make_kin
 from ..split import Split, split_in_place, split_of
 from .layers.attention import SplitAttention
 from .layers.ranks import DEGREE, TensorRanks
@@ -22,7 +22,6 @@ from .layers.split_layers import (
     SplitLayer,
     VocabularyEmbedding,
     VocabularyOutput,
-    is_transposed,
 )
 from .recipe.recipe import LayerPart, TensorRecipe, even, spread
 

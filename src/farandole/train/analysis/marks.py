@@ -10,10 +10,10 @@ from torch import nn
 
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
+from ...parallel.changed_class import features_of
 from ...parallel.expert.layer import ExpertMLPs, MixtureOfExperts
 from ...parallel.expert.transformers_experts import is_experts_module
 from ...parallel.tensor.apply_tensor import find_recipe
-from ...parallel.tensor.layers.split_layers import is_transposed
 from ...parallel.tensor.recipe.heads import add_head_counts
 from ...parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
 from ...parallel.tensor.recipe.refuse import refuse_layers
@@ -107,17 +107,10 @@ def _limit_of_layer(layer: nn.Module, part: LayerPart) -> int:
     if isinstance(layer, nn.MultiheadAttention):
         return int(layer.num_heads)
     if part.kind == "vocabulary":
-        words = layer.num_embeddings if isinstance(layer, nn.Embedding) else _features(layer)[1]
+        words = layer.num_embeddings if isinstance(layer, nn.Embedding) else features_of(layer)[1]
         step = next((each for each in (ANY_DEGREE, 64) if words >= each), 1)
         return words - words % step
     if isinstance(layer, nn.Embedding):
         return layer.embedding_dim
-    inputs, outputs = _features(layer)
+    inputs, outputs = features_of(layer)
     return inputs if part.kind == "rows" else outputs // part.packed
-
-
-def _features(layer: nn.Module) -> tuple[int, int]:
-    values = vars(layer)
-    if is_transposed(layer):
-        return int(values["nx"]), int(values["nf"])
-    return int(values["in_features"]), int(values["out_features"])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from ....core.vocabulary.errors import ConfigError
-from ...changed_class import ChangedClass, plain_class_of
+from ...changed_class import ChangedClass, is_transposed, plain_class_of
 from ...split import mark_split, split_of
 from .lazy import LazyWhole, expose
 from .ranks import TensorRanks
@@ -168,12 +168,6 @@ class FeatureEmbedding(SplitLayer):
         """Take tokens (...); return (..., features), the same on all ranks."""
         rows = functional.embedding(tokens, self.weight, self.padding_idx)
         return gather_features(rows, LAST, self._farandole_lengths, self._farandole_ranks, self._farandole_name)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return whether it is transformers' Conv1D: a linear layer whose weight is [in, out]."""
-    kind = plain_class_of(layer)
-    return kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
 
 
 def is_linear(layer: nn.Module) -> bool:

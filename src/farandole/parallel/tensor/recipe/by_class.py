@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from ...changed_class import plain_class_of
-from ..layers.split_layers import is_linear, is_transposed
+from ...changed_class import is_transposed, plain_class_of
+from ..layers.split_layers import is_linear
 from .recipe import LayerPart, TensorRecipe
 
 _STYLES = {

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ....core.vocabulary.errors import PlanError
-from ..layers.split_layers import is_transposed
+from ...changed_class import features_of
 from .recipe import TensorRecipe
 
 _COUNTS = (
@@ -38,8 +38,7 @@ def add_head_counts(recipe: TensorRecipe, model: nn.Module, gathers: set[str], s
                 if value % size:
                     raise _indivisible(parent or type(model).__name__, key, value, size)
                 known[key] = value
-        whole = layer.nf if is_transposed(layer) else layer.out_features
-        features = whole // recipe.parts[name].packed
+        features = features_of(layer)[1] // recipe.parts[name].packed
         for key in _HEAD:
             width = vars(module).get(key)
             if type(width) is int and width > 0 and features % width == 0 and features % (width * size):
