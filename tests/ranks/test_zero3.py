@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -35,6 +37,56 @@ def test_five_steps_of_adam_are_those_of_one_process() -> None:
         torch.testing.assert_close(torch.tensor(fd.mean(loss)), expected.detach(), rtol=1e-5, atol=1e-7)
     for name, value in full(model).items():
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+class Residual(nn.Module):
+    """Eight sequences in a list, called one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 6)) for _ in range(8)
+        )
+        self.head = nn.Linear(6, 3)
+        self.whole: list[int] = []
+        """Blocks that were whole while each one ran."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        found: torch.Tensor = self.head(x)
+        return found
+
+    def count_whole(self, *_: object) -> None:
+        self.whole.append(sum(not any(isinstance(p, DTensor) for p in each.parameters()) for each in self.blocks))
+
+
+def train_residual(**keys: Any) -> Residual:
+    model = Residual()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    fd.distribute(model, optimizer, Plan(**keys))
+    for block in model.blocks:
+        block[2].register_forward_hook(model.count_whole)  # type: ignore[index]
+    for seed in range(3):
+        x, y = data(8, seed)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        optimizer.step()
+    return model
+
+
+@ranks(2)
+def test_sequences_in_a_list_are_gathered_one_by_one_and_recomputed_exactly() -> None:
+    fd.init()
+    plain, sharded, again = train_residual(), train_residual(zero=3), train_residual(zero=3, recompute="blocks")
+    assert len(sharded.whole) == 3 * 8, f"one pass: {sharded.whole}"
+    assert len(again.whole) == 2 * 3 * 8, f"forward passes and again in backward: {again.whole}"
+    assert max(sharded.whole + again.whole) <= 2, f"the one that runs and the next: {sharded.whole} {again.whole}"
+    expected, recomputed = plain.state_dict(), full(again)
+    for name, value in full(sharded).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+        assert torch.equal(value, recomputed[name]), f"{name}: other bits with recomputation"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

@@ -75,7 +75,8 @@ def probe(question: Question) -> Answer:
     if not answer.blocks and "blocks" in question.recompute:
         _note(
             answer,
-            "the model has no repeated blocks, so there is nothing to recompute, and stage 3 gathers it all",
+            "the model has no repeated blocks, so there is nothing to recompute, and stage 3 gathers it all: let "
+            "an nn.ModuleList hold its layers, each a module of its own or an nn.Sequential",
         )
     return answer
 
