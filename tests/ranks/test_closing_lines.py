@@ -45,6 +45,26 @@ def test_a_run_ends_with_its_verdict_and_the_next_command(tmp_path: Path) -> Non
     assert int(first[1]) < 25, "the first line comes early in 4 s, not after 10 s"
 
 
+LIMITED = """
+import resource, torch, farandole as fd
+world = fd.init()
+if world.rank == 1:
+    resource.setrlimit(resource.RLIMIT_DATA, (9 * 10**9,) * 2)
+    torch.empty(10**11)
+fd.barrier()
+"""
+
+
+def test_a_rank_without_memory_says_its_limit_and_what_needs_less(tmp_path: Path) -> None:
+    result = warm.run(tmp_path, "run", "-np", "2", "--", sys.executable, script(tmp_path, LIMITED))
+    assert result.returncode == 1, result.stderr
+    (line,) = [each for each in result.stderr.splitlines() if each.startswith("  out of memory")]
+    assert line.startswith("  out of memory at the limit of 9 GB (RLIMIT_DATA): take a smaller batch, or "), line
+    assert line.endswith("--set recompute=blocks --set zero=3; farandole estimate says before a run what fits"), (
+        line
+    )
+
+
 def test_long_records_are_not_read_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_phased_run(tmp_path / "r", steps=60)
     monkeypatch.chdir(tmp_path)

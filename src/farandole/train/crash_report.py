@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from ..comm.world.world import has_world, world
 from ..core.environ.env import read_elastic_settings
 from ..core.failures.backend_texts import is_peer_lost
+from ..core.host.process_status import memory_limit
 from ..core.host.stacks import StackWriter
 from ..core.host.uncaught import hook_before
 from ..core.launchers.rank_variables import read_rank_variables
@@ -86,11 +88,12 @@ class CrashReport:
             rank, steps, host = _place()
             if self.stacks is not None and isinstance(error, Stalled):
                 self.stacks.write(error, trace)
-            Crash.from_exception(
+            crash = Crash.from_exception(
                 error, trace, rank=rank, host=host, step=steps, ours=ours,
                 consequence=only_a_consequence(error),
                 exit_code=error.exit_code if isinstance(error, FarandoleError) else 1,
-            ).write(self.directory)  # fmt: skip
+            )  # fmt: skip
+            replace(crash, memory_limit=memory_limit()).write(self.directory)
         if ours:
             write_notice(str(error))
         else:

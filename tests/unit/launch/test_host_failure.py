@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,3 +101,23 @@ def test_torchs_own_words_have_a_remedy() -> None:
     finally:
         dist.destroy_process_group()
     assert "full_tensor() to the loss" in remedy_of(str(mixed.value)), f"{mixed.value}"
+
+
+def test_errors_of_memory_say_the_limit_and_what_needs_less() -> None:
+    """The errors are those of torch, Python and NumPy as they are installed."""
+    makers: list[Any] = [lambda: torch.empty(10**14), lambda: bytearray(10**15), lambda: np.empty(10**15)]
+    for make in makers:
+        with pytest.raises((RuntimeError, MemoryError)) as failed:
+            make()
+        remedy = remedy_of(f"{type(failed.value).__name__}: {failed.value}", "1.3 GB (RLIMIT_DATA)")
+        assert remedy.startswith("out of memory at the limit of 1.3 GB (RLIMIT_DATA): "), f"{failed.value!r}"
+        assert all(each in remedy for each in ("farandole estimate", "zero=3", "recompute=blocks")), remedy
+    gpu = (
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. "
+        "GPU 1 has a total capacity of 79.10 GiB of which 1.20 GiB is free."
+    )
+    assert remedy_of(gpu, "1.3 GB (RLIMIT_AS)").startswith("out of memory at the 79.10 GiB of GPU 1: take")
+    aborted = "terminate called after throwing an instance of 'std::bad_alloc'\n  what():  std::bad_alloc"
+    assert remedy_of(aborted).startswith("out of memory: take a smaller batch")
+    library = "ImportError: libgomp.so.1: cannot allocate memory in static TLS block"
+    assert remedy_of(library) == "", "a library could not be loaded"

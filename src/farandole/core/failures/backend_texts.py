@@ -1,4 +1,4 @@
-"""What the error texts of torch's communication backends and of its store mean. The only list of them.
+"""What error texts of torch's communication backends, its store and its allocators mean. The only list of them.
 
 The backends raise `RuntimeError` for everything, so the text is all there is. Where a text may be of any origin
 (an uncaught exception, what a rank printed last), only signs count that no other program is likely to write.
@@ -23,6 +23,12 @@ _PEER_LOST = (
 _TIMEOUT_ANYWHERE = ("timed out",)
 _TIMEOUT = (*_TIMEOUT_ANYWHERE, "timeout")
 """Compared without regard to case."""
+_NO_MEMORY = re.compile(
+    "out of memory|memoryerror|bad_alloc|bad allocation|unable to allocate|"
+    "(can't|cannot) allocate memory(?! in static)",
+    re.IGNORECASE,
+)
+"""Words of torch, Python, NumPy, C++ and C. The loader of libraries has a static memory of its own."""
 
 
 def is_peer_lost(text: str, *, any_origin: bool = False) -> bool:
@@ -34,6 +40,11 @@ def is_timeout(text: str, *, any_origin: bool = False) -> bool:
     """Return whether a backend says that it waited as long as it was told to."""
     lower = text.lower()
     return any(sign in lower for sign in (_TIMEOUT_ANYWHERE if any_origin else _TIMEOUT))
+
+
+def is_out_of_memory(text: str) -> bool:
+    """Return whether an error says that memory could not be had."""
+    return _NO_MEMORY.search(text) is not None
 
 
 def waited_seconds(text: str) -> float | None:

@@ -1,6 +1,6 @@
 """What the kernel says of a process in its status: memory that is resident, and what it does with signals.
 
-And how many files this one may have open.
+And what this one may have: open files, memory.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import resource
 from pathlib import Path
+
+from ..vocabulary.units import format_bytes
 
 _PROC = Path("/proc")
 _KIB = 1024
@@ -47,6 +49,14 @@ def raise_descriptor_limit() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def memory_limit() -> str:
+    """Return the least limit of this process's own memory, such as ``1.3 GB (RLIMIT_DATA)``; "" for none."""
+    found = {name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_DATA", "RLIMIT_AS")}
+    limits = {name: limit for name, limit in found.items() if limit != resource.RLIM_INFINITY}
+    name = min(limits, key=lambda each: limits[each], default="")
+    return f"{format_bytes(limits[name])} ({name})" if name else ""
 
 
 def _own_bytes(field: str) -> int | None:

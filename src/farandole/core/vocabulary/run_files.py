@@ -173,6 +173,8 @@ class Crash:
     exit_code: int
     when_seconds: float
     """`time.monotonic()`, one clock for all processes of a host."""
+    memory_limit: str = ""
+    """The memory that the process might take, such as ``1.3 GB (RLIMIT_DATA)``; empty: no limit is known."""
 
     @classmethod
     def from_exception(

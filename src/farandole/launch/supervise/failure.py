@@ -14,7 +14,7 @@ from ...core.vocabulary.rank_lists import name_ranks, who_failed
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
 from .stopped_process import FROZEN_KIND
-from .usual_causes import remedy_of
+from .usual_causes import LESS_MEMORY, remedy_of
 
 LEFT_KIND = "Left"
 """Kind of the report of a rank that ended with exit code 0 while others needed it."""
@@ -184,12 +184,12 @@ def find_failure(
         cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
         trace, step, host = crash.traceback, crash.step, crash.host or host
         remedy = {FROZEN_KIND: _FROZEN_REMEDY, LEFT_KIND: _LEFT_REMEDY}.get(crash.kind, "")
-        remedy = remedy or remedy_of(cause)
+        remedy = remedy or remedy_of(cause, crash.memory_limit)
     elif ended.code < 0:
         cause, trace, step = f"killed by signal {_signal_name(-ended.code)}", ended.held, None
         if -ended.code == signal.SIGKILL:
             remedy = (
-                "the kernel's out-of-memory killer was at work: use a smaller batch or fewer ranks"
+                f"the kernel's out-of-memory killer was at work: start fewer ranks, {LESS_MEMORY}"
                 if out_of_memory
                 else "another process killed it; the kernel's out-of-memory killer did not act"
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from ...core.failures.backend_texts import is_out_of_memory
+
 _USUAL = {
     r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
         'torch sees no GPU for NCCL here: write "gloo" where the script says "nccl", or start it as it is with '
@@ -29,6 +31,22 @@ _USUAL = {
 """By the text of an error."""
 
 
-def remedy_of(cause: str) -> str:
-    """Return what to change; nothing where that is not known. `cause`: an error's line, or all that it wrote."""
-    return next((remedy for text, remedy in _USUAL.items() if re.search(text, cause)), "")
+LESS_MEMORY = (
+    "take a smaller batch, or --set recompute=blocks --set zero=3; farandole estimate says before a run what fits"
+)
+_GPU = re.compile(r"(GPU \d+) has a total capacity of ([\d.]+ \w+)")
+
+
+def remedy_of(cause: str, memory_limit: str = "") -> str:
+    """Return what to change; nothing where that is not known.
+
+    Args:
+        cause: an error's line, or all that it wrote.
+        memory_limit: the memory that the process might take, as words; empty: not known.
+    """
+    usual = next((remedy for text, remedy in _USUAL.items() if re.search(text, cause)), "")
+    if usual or not is_out_of_memory(cause):
+        return usual
+    gpu = _GPU.search(cause)
+    limit = f"the {gpu[2]} of {gpu[1]}" if gpu else f"the limit of {memory_limit}" if memory_limit else ""
+    return f"out of memory{' at ' * bool(limit)}{limit}: {LESS_MEMORY}"

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ...comm.device.accelerator import limit_memory, peak_bytes
+from ...core.failures.backend_texts import is_out_of_memory
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes
 from .optimizers import make_optimizer
@@ -37,13 +38,6 @@ from .user_pass import batch_in, forward_loss, recomputed, weight_type
 MODULE = "farandole.train.memory.trial"
 STEPS = 2
 """The second step has the optimizer's states from the start."""
-_OUT_OF_MEMORY = (
-    "out of memory",
-    "can't allocate memory",
-    "bad_alloc",
-    "bad allocation",
-    "cannot allocate memory",
-)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -179,14 +173,7 @@ def _status(field: str) -> int:
 
 
 def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return True
-    return is_out_of_memory(str(error))
-
-
-def is_out_of_memory(said: str) -> bool:
-    """Return whether an error that says this is one of memory."""
-    return any(text in said.lower() for text in _OUT_OF_MEMORY)
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or is_out_of_memory(str(error))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.environ.env import inherited_environment
+from ...core.failures.backend_texts import is_out_of_memory
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import FAILURE
 from ...core.vocabulary.units import format_bytes, format_seconds
@@ -216,6 +217,4 @@ def _last_line(said: Sequence[str]) -> str:
 
 
 def _is_memory(problem: str) -> bool:
-    from ..memory.trial import is_out_of_memory
-
     return is_out_of_memory(problem) or "SIGKILL" in problem
