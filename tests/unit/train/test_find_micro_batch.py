@@ -17,6 +17,7 @@ import farandole as fd
 from farandole.cli.main import run
 from farandole.train.memory import search
 from farandole.train.memory.search import largest_that_fits, micro_batches, run_in_child
+from farandole.train.memory.shapes import zeros_of
 from farandole.train.memory.trial import TrialRequest, TrialResult
 
 HERE = "tests.unit.train.test_find_micro_batch"
@@ -144,6 +145,11 @@ def test_options_are_checked(options: dict[str, Any], told: str) -> None:
 def test_bad_command_lines(capsys: pytest.CaptureFixture[str], words: list[str], told: str) -> None:
     assert run(["estimate", f"{HERE}:make_model", "--find", *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_the_samples_of_a_trial_are_the_first_number_of_a_shape() -> None:
+    found = zeros_of(["1,25", "4:int64"], 3)
+    assert [(tuple(each.shape), each.dtype) for each in found] == [((3, 25), torch.float32), ((3,), torch.int64)]
 
 
 @pytest.mark.timeout(300)

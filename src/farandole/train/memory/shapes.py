@@ -15,9 +15,12 @@ _TYPES = {
 }
 
 
-def zeros_of(texts: Sequence[str]) -> tuple[torch.Tensor, ...]:
-    """Return a tensor of zeros for each text."""
-    return tuple(torch.zeros(shape, dtype=dtype) for shape, dtype in map(read_shape, texts))
+def zeros_of(texts: Sequence[str], samples: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Return a tensor of zeros for each text; `samples` replaces the first number of each shape."""
+    shapes = [read_shape(text) for text in texts]
+    return tuple(
+        torch.zeros(shape if samples is None else [samples, *shape[1:]], dtype=dtype) for shape, dtype in shapes
+    )
 
 
 def read_shape(text: str) -> tuple[list[int], torch.dtype]:
