@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.vocabulary.units import format_bytes
 from .memory import MemoryByCategory, ModelFacts, Setting
@@ -15,7 +15,25 @@ from .memory_table import Choice, MemoryRow, rows_of
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 """What makes a text of a head and rows."""
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary")
+_KEYS_OF: dict[str, dict[str, str]] = {
+    "0": {}, "1": {"zero": "1"}, "2": {"zero": "2"}, "3": {"zero": "3"},
+    "hybrid": {"zero": "3", "shard_within": "host"},
+    "fp32": {}, "bf16": {"precision": "bf16"}, "bf16-weights": {"precision": "bf16", "bf16_parameters": "true"},
+    "none": {}, "blocks": {"recompute": "blocks"},
+}  # fmt: skip
+"""The keys of a plan that make a stage, a precision and recomputation."""
 _SCALES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
+class ProcessMemory(NamedTuple):
+    """What a process has before its model; nothing where that is not known, or not counted (a GPU's)."""
+
+    resident_bytes: int = 0
+    data_bytes: int = 0
+    """The same as RLIMIT_DATA counts it."""
+
+
+UNKNOWN_PROCESS = ProcessMemory()
 
 
 @dataclass(frozen=True)
@@ -67,11 +85,12 @@ class Estimate:
     blocks: int
     notes: list[str]
     memory: Callable[[Setting], MemoryByCategory]
-    """The memory of a rank."""
+    """The memory of a rank for its model."""
+    process: ProcessMemory = UNKNOWN_PROCESS
 
     def rows(self, ranks: Sequence[int]) -> list[MemoryRow]:
         """Return all chosen settings on each of these numbers of ranks."""
-        return rows_of(self.memory, self.request.choice, ranks)
+        return rows_of(self.memory, self.request.choice, ranks, self.process.resident_bytes)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything, in bytes, by name."""
@@ -85,6 +104,7 @@ class Estimate:
             "device": request.device,
             "ranks_per_host": request.choice.ranks_per_host,
             "degrees": dict(request.degrees),
+            "process": self.process._asdict(),
             "rows": [row.to_mapping() for row in self.rows(ranks)],
             "notes": self.notes,
         }
@@ -93,6 +113,7 @@ class Estimate:
                 each["fits"] = row.fits(request.limit_bytes)
             result["memory_bytes"] = request.limit_bytes
             result["advice"] = self.advice()
+            result["command"] = self.command()
         return result
 
     def advice(self) -> list[str]:
@@ -104,7 +125,7 @@ class Estimate:
             return []
         smallest = smallest_of(rows)
         stage, precision, recompute, ranks = smallest.setting
-        needed_bytes = smallest.memory.total_bytes
+        needed_bytes, process_bytes = smallest.total_bytes, smallest.process_bytes
         too_much = format_bytes(needed_bytes - limit_bytes)
         lines = [
             f"does not fit into {format_bytes(limit_bytes)} on {ranks} rank{'s' * (ranks > 1)}: the least is "
@@ -113,12 +134,30 @@ class Estimate:
         ]
         if request.degrees:
             return [*lines, self._more_ranks(limit_bytes)]
-        found = remedies(self.facts, smallest.setting, limit_bytes, request.choice)
-        lines += [f"it would fit with {remedy.text}: {format_bytes(remedy.total_bytes)}" for remedy in found]
+        found = remedies(self.facts, smallest.setting, limit_bytes - process_bytes, request.choice)
+        lines += [
+            f"it would fit with {remedy.text}: {format_bytes(process_bytes + remedy.total_bytes)}"
+            for remedy in found
+        ]
         if not found:
             least = least_possible(self.facts, smallest.setting, request.choice)
-            lines.append(f"nothing makes it fit: {format_bytes(least.total_bytes)} with {least.text}")
+            lines.append(
+                f"nothing makes it fit: {format_bytes(process_bytes + least.total_bytes)} with {least.text}"
+            )
         return lines
+
+    def command(self) -> str:
+        """Return the command that trains by the first row that fits into the limit; "" without one."""
+        request, limit_bytes = self.request, self.request.limit_bytes
+        rows = self.rows([request.np]) if limit_bytes is not None else []
+        best = next((row.setting for row in rows if row.fits(limit_bytes or 0)), None)
+        if best is None:
+            return ""
+        keys = {**request.degrees, **_KEYS_OF[best.stage], **_KEYS_OF[best.precision], **_KEYS_OF[best.recompute]}
+        file = request.model.partition(":")[0]
+        script = file if file.endswith(".py") else "SCRIPT.py"
+        words = "".join(f"--set {name}={value} " for name, value in keys.items())
+        return f"farandole run -np {request.np} {words}-- python {script}"
 
     def _more_ranks(self, limit_bytes: int) -> str:
         """Return how many ranks would make it fit, with the same degrees."""
@@ -130,7 +169,7 @@ class Estimate:
                 stage, precision, recompute, ranks = best.setting
                 return (
                     f"it would fit on {ranks} ranks, at stage {stage}, precision {precision}, recompute "
-                    f"{recompute}: {format_bytes(best.memory.total_bytes)}"
+                    f"{recompute}: {format_bytes(best.total_bytes)}"
                 )
         return f"no number of ranks up to {MOST_RANKS} makes it fit with these degrees"
 
@@ -148,16 +187,18 @@ def format_page(estimate: Estimate, table: Table) -> str:
     lines = estimate.advice() + [f"note: {note}" for note in estimate.notes]
     if lines:
         parts.append("\n".join(lines))
+    if command := estimate.command():
+        parts.append(f"The first row that fits:\n\n  {command}")
     return "\n\n".join(parts)
 
 
 def _by_category(estimate: Estimate, table: Table) -> str:
     limit_bytes = estimate.request.limit_bytes
     rows = estimate.rows([estimate.request.np])
-    unit, scale = _scale(max(row.memory.total_bytes for row in rows))
+    unit, scale = _scale(max(row.total_bytes for row in rows))
     lines = []
     for row in rows:
-        values = [*(getattr(row.memory, f"{name}_bytes") for name in CATEGORIES), row.memory.total_bytes]
+        values = [*(getattr(row.memory, f"{name}_bytes") for name in CATEGORIES), row.total_bytes]
         line = [*row.setting[:3], *("?" if value is None else _three_figures(value / scale) for value in values)]
         if limit_bytes is not None:
             line.append("yes" if row.fits(limit_bytes) else "no")
@@ -166,7 +207,17 @@ def _by_category(estimate: Estimate, table: Table) -> str:
     text = table([*head, "fits"] if limit_bytes is not None else head, lines)
     ranks = f"{estimate.request.np} rank{'s' * (estimate.request.np > 1)}{_by_degrees(estimate.request)}"
     limit = f"; what fits into {format_bytes(limit_bytes)}" if limit_bytes is not None else ""
-    return f"Memory of one rank of {ranks}, in {unit}{limit}:\n\n{text}"
+    return f"Memory of one rank of {ranks}, in {unit}{limit}:\n{_before_model(estimate.process)}\n{text}"
+
+
+def _before_model(process: ProcessMemory) -> str:
+    if not process.resident_bytes:
+        return ""
+    return (
+        f"total counts the {format_bytes(process.resident_bytes)} of a process before its model (Python, torch, "
+        f"Farandole, your\nmodules), as measured in this command; for RLIMIT_DATA they are "
+        f"{format_bytes(process.data_bytes)}\n"
+    )
 
 
 def _by_degrees(request: EstimateRequest) -> str:
@@ -186,9 +237,9 @@ def _by_ranks(estimate: Estimate, table: Table) -> list[str]:
     parts = []
     for precision, recompute in dict.fromkeys(ends):
         rows = [row for row in estimate.rows(ranks) if row.setting[1:3] == (precision, recompute)]
-        unit, scale = _scale(max(row.memory.total_bytes for row in rows))
+        unit, scale = _scale(max(row.total_bytes for row in rows))
         by_stage = {
-            stage: [_three_figures(row.memory.total_bytes / scale) for row in rows if row.setting.stage == stage]
+            stage: [_three_figures(row.total_bytes / scale) for row in rows if row.setting.stage == stage]
             for stage in choice.stages
         }
         text = table(

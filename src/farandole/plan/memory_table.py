@@ -18,14 +18,22 @@ class MemoryRow:
 
     setting: Setting
     memory: MemoryByCategory
+    process_bytes: int = 0
+    """What the process has before its model."""
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak of the process."""
+        return self.process_bytes + self.memory.total_bytes
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether a rank stays within the limit."""
-        return self.memory.total_bytes <= limit_bytes
+        return self.total_bytes <= limit_bytes
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the setting and all bytes by name."""
-        return {**self.setting._asdict(), **asdict(self.memory), "total_bytes": self.memory.total_bytes}
+        own = {"process_bytes": self.process_bytes, "total_bytes": self.total_bytes}
+        return {**self.setting._asdict(), **asdict(self.memory), **own}
 
 
 @dataclass(frozen=True)
@@ -39,11 +47,11 @@ class Choice:
 
 
 def rows_of(
-    memory: Callable[[Setting], MemoryByCategory], choice: Choice, ranks: Iterable[int]
-) -> list[MemoryRow]:  # fmt: skip
+    memory: Callable[[Setting], MemoryByCategory], choice: Choice, ranks: Iterable[int], process_bytes: int = 0
+) -> list[MemoryRow]:
     """Return the memory of all chosen settings on each of these numbers of ranks."""
     return [
-        MemoryRow(setting, memory(setting))
+        MemoryRow(setting, memory(setting), process_bytes)
         for count in ranks
         for precision in choice.precisions
         for recompute in choice.recompute

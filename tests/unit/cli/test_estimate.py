@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
+from farandole.core.host.process_status import resident_bytes
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES
-from farandole.plan.memory_page import CATEGORIES
+from farandole.plan.memory_page import CATEGORIES, ProcessMemory
+from farandole.train.analysis import estimate
 
 MODEL = """\
 import torch
@@ -54,8 +56,12 @@ number = 7
 """
 
 
+PROCESS = ProcessMemory(331_000_000, 335_000_000)
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(estimate, "process_before_model", lambda: PROCESS)
     (tmp_path / "training_of_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -85,7 +91,8 @@ def test_json_has_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
     }
     for row in result["rows"]:
         parts = [row[f"{name}_bytes"] for name in CATEGORIES]
-        assert row["total_bytes"] == sum(parts), row
+        assert row["total_bytes"] == row["process_bytes"] + sum(parts), row
+        assert row["process_bytes"] == PROCESS.resident_bytes
         assert row["activations_bytes"] > 0, row
 
 
@@ -99,22 +106,59 @@ def test_shapes_say_what_the_batch_function_says(capsys: pytest.CaptureFixture[s
 @pytest.mark.usefixtures("here")
 def test_the_page_is_at_most_100_columns_wide(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["training_of_test:make_model", "--input", "32,64", "--loss", "training_of_test:loss"]
-    assert run(["estimate", *words, "--memory", "400kB"]) == 0
+    assert run(["estimate", *words, "--memory", "331.4MB"]) == 0
     page = capsys.readouterr().out
     assert max(len(line) for line in page.split("does not fit")[0].splitlines()) <= 100, page
     assert page.count("\nhybrid ") == 8, "6 rows of the table by category, and one of each table of totals"
-    assert "does not fit into 400 kB on 8 ranks" in page
+    assert "does not fit into 331 MB on 8 ranks" in page
     assert "too much" in page
     assert "it would fit with" in page
 
 
 @pytest.mark.usefixtures("here")
 def test_a_limit_marks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    result = answer(capsys, "training_of_test:make_model", "--input", "32,64", "--memory", "1MB")
+    result = answer(capsys, "training_of_test:make_model", "--input", "32,64", "--memory", "332MB")
     fits = [row for row in result["rows"] if row["ranks"] == 8 and row["fits"]]
     assert 0 < len(fits) < 30, "some do"
-    assert all(row["fits"] == (row["total_bytes"] <= 1_000_000) for row in result["rows"])
+    assert all(row["fits"] == (row["total_bytes"] <= 332_000_000) for row in result["rows"])
     assert result["advice"] == [], "nothing to say where something fits"
+
+
+@pytest.mark.usefixtures("here")
+def test_the_page_counts_the_process_and_ends_with_the_command_of_what_fits(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["training_of_test.py:make_model", "--input", "32,64", "--np", "4"]
+    rows = {
+        (row["stage"], row["precision"], row["recompute"]): row
+        for row in answer(capsys, *words, "--ranks", "4")["rows"]
+    }
+    words += ["--memory"]
+    ends = {
+        "9GB": "-np 4 --",
+        str(rows["3", "fp32", "blocks"]["total_bytes"]): "-np 4 --set zero=3 --set recompute=blocks --",
+        str(rows["3", "bf16-weights", "blocks"]["total_bytes"]): "-np 4 --set zero=3 --set precision=bf16 "
+        "--set bf16_parameters=true --set recompute=blocks --",
+    }
+    for limit, command in ends.items():
+        assert run(["estimate", *words, limit]) == 0
+        page = capsys.readouterr().out
+        assert "total counts the 331 MB of a process before its model" in page
+        assert "for RLIMIT_DATA they are 335 MB" in page
+        assert page.splitlines()[-3:] == [
+            "The first row that fits:", "", f"  farandole run {command} python training_of_test.py"
+        ], page  # fmt: skip
+    assert run(["estimate", *words, "100MB"]) == 0, "less than the process has"
+    page = capsys.readouterr().out
+    assert "does not fit into 100 MB on 4 ranks" in page
+    assert "nothing makes it fit: 331 MB" in page
+
+
+def test_the_process_is_what_is_resident_with_the_modules_of_a_rank() -> None:
+    found = estimate.process_before_model()
+    assert found.resident_bytes == pytest.approx(resident_bytes(), rel=0.2)
+    assert found.data_bytes > 50_000_000, f"torch alone is more: {found}"
+    assert {"farandole.train.distribute", "farandole.train.session"} <= set(sys.modules), "of distribute and init"
 
 
 @pytest.mark.usefixtures("here")

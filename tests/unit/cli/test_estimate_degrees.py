@@ -16,7 +16,9 @@ from farandole.plan.answer.by_degrees import DividedModel
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.held import memory_of_candidate
 from farandole.plan.memory import STAGES, Setting, memory_of
+from farandole.plan.memory_page import ProcessMemory
 from farandole.plan.memory_table import Choice
+from farandole.train.analysis import estimate
 from tests.unit.plan.search.models import make_profile
 
 MODEL = """\
@@ -42,6 +44,7 @@ WORDS = ["divided_of_test:Model", "--input", "8,24:int64"]
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimate, "process_before_model", ProcessMemory)
     (tmp_path / "divided_of_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -83,6 +86,8 @@ def test_the_page_says_how_ranks_divide_the_model_and_what_does_not_fit(
     assert "no number of ranks up to 1024 makes it fit with these degrees" in page
     assert run(["estimate", *WORDS, "--pipeline", "2", "--np", "2", "--stage", "3", "--memory", "180kB"]) == 0
     assert "it would fit on 4 ranks, at stage 3" in capsys.readouterr().out
+    assert run(["estimate", *WORDS, "--pipeline", "2", "--np", "4", "--stage", "3", "--memory", "1MB"]) == 0
+    assert capsys.readouterr().out.endswith("run -np 4 --set pipeline=2 --set zero=3 -- python SCRIPT.py\n")
 
 
 @pytest.mark.usefixtures("here")

@@ -68,7 +68,10 @@ def make_parser() -> argparse.ArgumentParser:
             f"--{name}", type=int, default=1, metavar="N", help=f"ranks that divide {what} (default: 1)"
         )
     made.add_argument(
-        "--memory", default="", metavar="BYTES", help="memory of a rank, such as 8GB: what fits is marked"
+        "--memory",
+        default="",
+        metavar="BYTES",
+        help="memory of a rank, such as 8GB: what fits is marked, and a command",
     )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu",

@@ -59,6 +59,11 @@ def memory_limit() -> str:
     return f"{format_bytes(limits[name])} ({name})" if name else ""
 
 
+def data_bytes() -> int | None:
+    """Return what RLIMIT_DATA counts of this process now; None where the system does not say."""
+    return _own_bytes("VmData:")
+
+
 def _own_bytes(field: str) -> int | None:
     with contextlib.suppress(ValueError):
         return int(_read("self", field)) * _KIB

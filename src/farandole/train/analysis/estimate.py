@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 
+from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError
 from ...plan.answer.by_degrees import DividedModel
 from ...plan.memory import memory_of
-from ...plan.memory_page import Estimate, EstimateRequest
+from ...plan.memory_page import UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
 from ..memory.probe import Question, probe
 from ..memory.shapes import read_shape, zeros_of
+from ..memory.trial import be_like_a_rank
 from ..memory.user_code import load_function
 from .analyse import analyse
 
@@ -23,34 +25,36 @@ def estimate(request: EstimateRequest) -> Estimate:
     """Return what is known about a training. Raises `ConfigError` for input that is not usable."""
     if request.device == "cuda" and not torch.backends.cuda.is_built():
         raise ConfigError("--device cuda: this torch is built without CUDA", remedy="leave --device out")
-    if request.degrees:
-        return _divided(request)
-    answer = probe(
-        Question(
-            make_model=load_function(request.model, what="the model"),
-            make_batch=_make_batch(request),
-            loss=load_function(request.loss, what="--loss") if request.loss else None,
-            optimizer=request.optimizer,
-            device=request.device,
-        )
-    )
-    memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
-    return Estimate(request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory)
-
-
-def _divided(request: EstimateRequest) -> Estimate:
-    """Return the estimate of a model that degrees divide: by the planner's profile of it."""
-    make_batch = _make_batch(request)
-    if make_batch is None:
-        first = next(iter(request.degrees))
-        raise ConfigError(f"--{first} needs the batch of a rank", remedy="add --input 8,128:int64, or --batch")
-    profile = analyse(
-        load_function(request.model, what="the model"),
-        make_batch,
+    question = Question(
+        make_model=load_function(request.model, what="the model"),
+        make_batch=_make_batch(request),
         loss=load_function(request.loss, what="--loss") if request.loss else None,
         optimizer=request.optimizer,
         device=request.device,
     )
+    process = process_before_model() if request.device == "cpu" else UNKNOWN_PROCESS
+    if request.degrees:
+        return replace(_divided(request, question), process=process)
+    answer = probe(question)
+    memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
+    return Estimate(request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory, process)
+
+
+def process_before_model() -> ProcessMemory:
+    """Return what this process has; its modules and the user's are loaded, and there is no model."""
+    be_like_a_rank()
+    return ProcessMemory(resident_bytes() or 0, data_bytes() or 0)
+
+
+def _divided(request: EstimateRequest, question: Question) -> Estimate:
+    """Return the estimate of a model that degrees divide: by the planner's profile of it."""
+    if question.make_batch is None:
+        first = next(iter(request.degrees))
+        raise ConfigError(f"--{first} needs the batch of a rank", remedy="add --input 8,128:int64, or --batch")
+    profile = analyse(
+        question.make_model, question.make_batch, loss=question.loss, optimizer=request.optimizer,
+        device=request.device,
+    )  # fmt: skip
     divided = DividedModel(profile, request.degrees, request.choice.ranks_per_host)
     divided.refuse([request.np, *request.ranks])
     choice, notes = divided.possible(request.choice, request.np)

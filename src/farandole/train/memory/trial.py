@@ -4,9 +4,9 @@
 result, goes out on stdout. What the user's code prints goes to stderr. The process dies with its parent.
 
 [Note: a trial's memory] On the CPU the limit is one of writable memory (RLIMIT_DATA): what the process has when
-torch is ready and nothing is loaded, and what lies between its resident memory then and the limit. So an
-allocation beyond it fails, and the kernel kills no process. If memory runs out all the same, the kernel is asked
-to choose the trial. On an accelerator the limit is torch's own, of its allocator.
+torch and Farandole are ready and nothing is loaded, and what lies between its resident memory then and the limit.
+An allocation beyond it fails, and the kernel kills no process. If memory runs out all the same, the kernel is
+asked to choose the trial. On an accelerator the limit is torch's own, of its allocator.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main() -> None:
 def run_trial(request: TrialRequest) -> TrialResult:
     """Train `STEPS` steps in this process; everything that goes wrong is a result."""
     try:
-        _warm_up()
+        be_like_a_rank()
         set_limit(request.limit_bytes, request.device)
         return TrialResult(request.samples, fits=True, peak_bytes=_train(request))
     except FarandoleError as error:
@@ -142,8 +142,10 @@ def _train(request: TrialRequest) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if of_device is None else of_device
 
 
-def _warm_up() -> None:
-    """Have torch start its threads and load what it loads at a first operation, before memory is counted."""
+def be_like_a_rank() -> None:
+    """Hold what a rank does before its model: modules of Farandole, and what torch makes at a first operation."""
+    from ... import distribute, init  # noqa: F401 - they are loaded when they are asked for
+
     x = torch.ones(256, 256, dtype=torch.float32, requires_grad=True)
     (x @ x).relu().sum().backward()
 
@@ -161,7 +163,7 @@ def set_limit(limit_bytes: int | None, device: str) -> None:
     if limit_bytes <= resident_bytes:
         raise ConfigError(
             f"a limit of {format_bytes(limit_bytes)} is below the {format_bytes(resident_bytes)} that "
-            "Python and torch take without a model"
+            "Python, torch and Farandole take without a model"
         )
     allowed = data_bytes + limit_bytes - resident_bytes
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
