@@ -12,9 +12,14 @@ from tests import warm
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def play_both(script: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any], Path]:
-    """Return the results of "stock" on one process, of "ours" on two ranks, and the run directory of these."""
-    launcher = ["-m", "farandole", "run", "-np", "2", "--run-dir", str(folder / "run"), "--", sys.executable]
+def play_both(script: str, folder: Path, *settings: str) -> tuple[dict[str, Any], dict[str, Any], Path]:
+    """Return the results of "stock" on one process, of "ours" on two ranks, and the run directory of these.
+
+    `settings`: of the plan of these, ``key=value``. What both printed is the file ``said`` in `folder`.
+    """
+    plan = [word for each in settings for word in ("--set", each)]
+    run = ["-m", "farandole", "run", "-np", "2", "--run-dir", str(folder / "run")]
+    launcher = [*run, *plan, "--", sys.executable]
     with (folder / "said").open("w+") as said:
         jobs = [
             warm.start(

@@ -28,6 +28,7 @@ from ..train.data.loader_watch import watch_loaders
 from ..train.session import init
 from .holding import holding_passes
 from .packages import missing
+from .whole_state import is_divided, refuse_degrees, whole_parameters
 
 try:
     from accelerate import Accelerator
@@ -50,7 +51,8 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
 
     Raises:
         ConfigError: FSDP, DeepSpeed, Megatron, tensor parallelism, fp8 or arguments of DistributedDataParallel are
-            asked for, or Accelerate sees another number of processes than Farandole.
+            asked for, Accelerate sees another number of processes than Farandole, or the plan has a degree beside
+            data.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -62,6 +64,7 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
         if asked:
             raise ConfigError(f"FarandoleAccelerator does not work with {', '.join(asked)}", remedy=_REMEDY)
         here = world() if has_world() else init()
+        refuse_degrees("FarandoleAccelerator")
         if here.device.type == "cpu":
             kwargs.setdefault("cpu", True)
         with default_environment(_place(here)):
@@ -119,6 +122,33 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
             "FarandoleAccelerator has no join_uneven_inputs",
             remedy="use the loader of farandole.shard, which weighs uneven batches, or even_batches=True",
         )
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """Return the model's state; at ZeRO stage 3 the whole one, in CPU memory: call it on all ranks."""
+        if not is_divided(model):
+            return super().get_state_dict(model, unwrap=unwrap)
+        with whole_parameters(model):
+            return super().get_state_dict(model, unwrap=unwrap)
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Save the state as Accelerate does; refused where optimizers or models are sharded."""
+        self._refuse_sharded("save_state")
+        return super().save_state(*args, **kwargs)
+
+    def load_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Load what `save_state` saved; refused where optimizers or models are sharded."""
+        self._refuse_sharded("load_state")
+        return super().load_state(*args, **kwargs)
+
+    def _refuse_sharded(self, method: str) -> None:
+        stages = {plan.zero for model in self._distributed if (plan := plan_of(model)) is not None}
+        if self.num_processes > 1 and any(stages):
+            raise ConfigError(
+                f"{method}: the optimizer's state is sharded over ranks (plan: zero = {max(stages)}), and "
+                "Accelerate would write that of one rank",
+                remedy="call farandole.save and farandole.load on all ranks; save_model and get_state_dict give "
+                "the whole model, on all ranks too",
+            )
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared; models are no longer distributed, and may be prepared anew."""

@@ -32,6 +32,7 @@ from ..train.record import record
 from ..train.session import init
 from .holding import holding_passes
 from .packages import missing
+from .whole_state import refuse_degrees, whole_optimizer_state
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -98,7 +99,8 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
         kwargs: ``accelerator``, ``precision_plugin`` and ``checkpoint_io`` of Lightning's strategies.
 
     Raises:
-        ConfigError: an argument of DistributedDataParallel was given, or ``devices`` is not the number of ranks.
+        ConfigError: an argument of DistributedDataParallel was given, ``devices`` is not the number of ranks, or
+            the plan has a degree beside data, or zero = 3.
     """
 
     strategy_name = "farandole"
@@ -113,6 +115,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
             )
         if not has_world():
             init()
+        refuse_degrees("FarandoleStrategy", most_zero=2)
         super().__init__(cluster_environment=FarandoleEnvironment(), **kwargs)
         self._held: Any = None
         self._inputs: tuple[Any, Any] | None = None
@@ -183,6 +186,11 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
         """Keep gradients on this rank: Lightning accumulates."""
         with holding_passes():
             yield
+
+    def optimizer_state(self, optimizer: Any) -> Any:
+        """Return the whole state of an optimizer of which each rank may have a part, on rank 0."""
+        state = super().optimizer_state(optimizer)
+        return state if self._held is None else whole_optimizer_state(state, here=self.is_global_zero)
 
     def teardown(self) -> None:
         """Let the module be distributed anew by another fit."""

@@ -24,7 +24,6 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +31,15 @@ import torch
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import SETUP_LOOP, Phase, Setup
-from ..parallel.apply import plan_of
-from ..parallel.exchange_state import exchange_state, load_exchange_state
 from ..parallel.instrument.wrapped import inner_optimizer
 from ..train.progress import log
 from ..train.record import record
 from ..train.reduce import mean
 from ..train.session import init
 from .packages import missing
+from .trainer_checkpoints import WholeCheckpoints, refuse_inexact_resume
 from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
+from .whole_state import refuse_degrees
 
 try:
     from accelerate.utils import recursively_apply
@@ -50,9 +49,6 @@ try:
     from .accelerate import FarandoleAccelerator
 except ImportError as problem:
     raise missing("farandole.integrations.transformers", "transformers", problem) from None
-
-_STATE = "farandole_exchange_{}.pt"
-"""What codecs keep, of one rank, in a checkpoint."""
 
 
 class FarandoleCallback(TrainerCallback):  # type: ignore[misc]
@@ -110,7 +106,7 @@ class FarandoleCallback(TrainerCallback):  # type: ignore[misc]
             self._begin_seconds = now
 
 
-class FarandoleMixin:
+class FarandoleMixin(WholeCheckpoints):
     """Makes a Trainer's gradients meet by Farandole; to be named before the Trainer's class.
 
     See [Note: one process on the joined batch]. The plan is that of ``farandole run --set`` and ``--plan``.
@@ -118,8 +114,8 @@ class FarandoleMixin:
     Raises:
         ConfigError: the arguments ask for FSDP, DeepSpeed, tensor parallelism or the like, the Trainer sees
             another number of processes than Farandole (without GPU it needs ``use_cpu=True``),
-            ``average_tokens_across_devices`` is off, or a ``compute_loss`` of the subclass's own does not say
-            whether it counts items (``loss_is_scaled_for_ga``).
+            ``average_tokens_across_devices`` is off, a ``compute_loss`` of the subclass's own does not say
+            whether it counts items (``loss_is_scaled_for_ga``), or the plan has a degree beside data.
     """
 
     accelerator: Any
@@ -132,6 +128,7 @@ class FarandoleMixin:
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let Farandole distribute what it prepares."""
         here = world() if has_world() else init()
+        refuse_degrees("FarandoleTrainer")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = _TrainerAccelerator
         self.accelerator._take_over()
@@ -149,6 +146,9 @@ class FarandoleMixin:
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as the Trainer does; the steps of a training that follows are counted by its own optimizer."""
+        resumes = args[0] if args else kwargs.get("resume_from_checkpoint")
+        if resumes:
+            refuse_inexact_resume()
         handler = self.callback_handler
         if not any(isinstance(each, FarandoleCallback) for each in handler.callbacks):
             handler.add_callback(FarandoleCallback)  # loss, evaluations and checkpoints
@@ -261,29 +261,6 @@ class FarandoleMixin:
         if told is not None:
             return bool(told)
         return bool(getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None))
-
-    # -- checkpoints: what codecs keep -------------------------------------------------------
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
-        if plan_of(self.model_wrapped) is None:
-            return
-        state = exchange_state(self.model_wrapped)
-        if state:
-            Path(output_dir).mkdir(parents=True, exist_ok=True)
-            torch.save(state, Path(output_dir) / _STATE.format(world().rank))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is None or plan_of(self.model_wrapped) is None:
-            return
-        found: list[Path] = []
-        while (path := Path(checkpoint) / _STATE.format(len(found))).exists():
-            found.append(path)
-        if found:
-            here = world()
-            states = [torch.load(path, weights_only=True) for path in found]
-            load_exchange_state(self.model_wrapped, states[here.rank] if len(states) == here.size else states)
 
 
 class FarandoleTrainer(FarandoleMixin, Trainer):  # type: ignore[misc]

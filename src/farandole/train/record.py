@@ -27,6 +27,8 @@ from ..core.vocabulary.errors import FarandoleError
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..launch.start.unrecorded import vain_plan
+from ..parallel.apply import distributed_models
+from ..parallel.data.model_changes import shared_with
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
 from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
@@ -108,7 +110,7 @@ def _record_model(model: Any, here: World) -> None:
     watch = watch_model(model, exchanges=wrapper is not None)
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
-    if wrapper is not None or _is_sharded(model):
+    if (wrapper is not None or _is_sharded(model)) and not shared_with(model, distributed_models()):
         say_vain_plan(here)
 
 

@@ -1,0 +1,159 @@
+"""Whole states of what a plan divides, for trainers that write and read files of their own; and what is refused.
+
+[Note: whole for a moment] A trainer writes a model by many ways: ``save_pretrained``, that of adapters, a class of
+its own. So the parameters themselves are gathered and stand in the model while it writes. Names, types and what is
+tied are then those of the undivided model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from ..core.environ.job_plan import resolve_plan
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.spec import MOST_ZERO
+from ..parallel.frozen.frozen_weight import FrozenWeight
+
+_DEGREES = ("tensor", "pipeline", "expert", "context")
+
+
+def refuse_degrees(front_end: str, *, most_zero: int = MOST_ZERO) -> None:
+    """Raise `ConfigError` if the plan of the job has a degree beside data, or a stage of ZeRO above `most_zero`.
+
+    `front_end` divides its data over all ranks, and writes models that are whole. Called by all ranks, before
+    anything is moved or sent.
+    """
+    plan = resolve_plan(None)
+    asked = [f"{key} = {getattr(plan, key)}" for key in _DEGREES if getattr(plan, key) != 1]
+    asked += [f"zero = {plan.zero}"] if plan.zero > most_zero else []
+    if asked:
+        raise ConfigError(
+            f"plan: {', '.join(asked)}: {front_end} does not train a model that is divided so",
+            remedy=f"leave it out, or write the loop with farandole.distribute; {front_end} takes zero = 1 to "
+            f"{most_zero}, and recompute",
+        )
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Return whether this rank has a part of some parameters (ZeRO stage 3), or has them packed."""
+    return any(isinstance(each, (DTensor, FrozenWeight)) for each in _sharded_back(model).parameters())
+
+
+@contextmanager
+def whole_parameters(model: nn.Module, *, here: bool = True) -> Iterator[None]:
+    """Let `model` have whole parameters, in CPU memory, inside the context. See [Note: whole for a moment].
+
+    To be entered by all ranks, none of which may run the model or load its state inside.
+
+    Args:
+        model: one whose parameters are `DTensor`, or packed frozen ones; others stay as they are.
+        here: whether this rank has them whole; the others only help to gather them.
+    """
+    before: list[tuple[Any, str, Any]] = []
+    whole: dict[int, tuple[Any, nn.Parameter]] = {}
+    for module in _sharded_back(model).modules():
+        own: dict[str, Any] = module._parameters
+        for name, parameter in own.items():
+            if not isinstance(parameter, (DTensor, FrozenWeight)):
+                continue
+            if id(parameter) not in whole:
+                value = parameter.decode() if isinstance(parameter, FrozenWeight) else _gathered(parameter)
+                kept = value.cpu() if here else value.new_empty(0)
+                whole[id(parameter)] = parameter, nn.Parameter(kept, requires_grad=parameter.requires_grad)
+            before.append((own, name, parameter))
+    try:
+        for parameters, name, parameter in before if here else ():
+            parameters[name] = whole[id(parameter)][1]
+        yield
+    finally:
+        for parameters, name, parameter in before:
+            parameters[name] = parameter
+
+
+@contextmanager
+def taking_whole_states(model: nn.Module) -> Iterator[None]:
+    """Let ``model.load_state_dict`` take this rank's part of a whole state that all ranks give it."""
+
+    def divide(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name, parameter in _sharded_back(module).named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                state[prefix + name] = _part_of(state[prefix + name], parameter)
+
+    handle = model.register_load_state_dict_pre_hook(divide)
+    hooks: Any = model._load_state_dict_pre_hooks
+    hooks.move_to_end(handle.id, last=False)  # another one refuses whole states
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def whole_optimizer_state(saved: Mapping[str, Any], *, here: bool = True) -> dict[str, Any]:
+    """Return what ``optimizer.state_dict()`` gave with whole tensors, in CPU memory; without states if not `here`.
+
+    To be called by all ranks.
+    """
+    state: dict[Any, Any] = {}
+    for index, values in saved["state"].items():
+        found = values
+        if isinstance(values, Mapping):
+            found = {
+                key: value.full_tensor().cpu() if isinstance(value, DTensor) else value
+                for key, value in values.items()
+            }
+        if here:
+            state[index] = found
+    return {**saved, "state": state}
+
+
+def load_whole_optimizer(optimizer: Optimizer, load: Callable[[Any], Any], saved: Mapping[str, Any]) -> None:
+    """Call `load` with this rank's part of what `whole_optimizer_state` returned. To be called by all ranks."""
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    state = {
+        index: {key: _part_of(value, parameters[index]) for key, value in values.items()}
+        if isinstance(index, int) and index < len(parameters) and isinstance(values, Mapping)
+        else values
+        for index, values in saved["state"].items()
+    }
+    load({**saved, "state": state})
+
+
+@contextmanager
+def replaced(owner: Any, name: str, method: Callable[..., Any]) -> Iterator[None]:
+    """Let `owner` have `method` for a method of its class inside the context."""
+    vars(owner)[name] = method
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+
+
+def _gathered(value: Any) -> torch.Tensor:
+    whole: torch.Tensor = value.detach().full_tensor()
+    return whole
+
+
+def _part_of(value: Any, parameter: torch.Tensor) -> Any:
+    is_like = isinstance(value, torch.Tensor) and isinstance(parameter, DTensor) and value.shape == parameter.shape
+    if not is_like or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return value
+    device = parameter.device_mesh.device_type
+    # No message: every rank has the whole, and takes its part.
+    cut = distribute_tensor(value.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return cut.detach().clone()
+
+
+def _sharded_back(model: nn.Module) -> nn.Module:
+    """Return `model` without what a pass has gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return model
