@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import sys
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import nn
 from transformers import Trainer, TrainingArguments, set_seed
 
 import farandole as fd
 from farandole.core.vocabulary.errors import FarandoleError
+from farandole.integrations.accelerate import FarandoleAccelerator
 from farandole.integrations.transformers import FarandoleTrainer
 from farandole.integrations.whole_state import is_divided
 from tests.ranks.transformers_script import JOINED, StopAt, language_model, pad, sequences
@@ -59,14 +62,30 @@ class Job:
         best.train()  # the worst one, of the first epoch
         self.results["best"] = best.evaluate()["eval_loss"]
         best.save_model(str(self.folder / "best" / "last"))
+        self.accelerated()
         if importlib.util.find_spec("peft"):
             self.adapted()
 
-    def adapted(self) -> None:
-        from peft import LoraConfig, get_peft_model
+    def accelerated(self) -> None:
+        """Three steps by Accelerate; every rank has the same batch."""
+        accelerator = Accelerator(cpu=True) if self.size == 1 else FarandoleAccelerator()
+        model = language_model().double()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.01))
+        for _ in range(3):
+            accelerator.backward(model(**pad(sequences(8))).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_model(model, str(self.folder / "accelerated"))
+        if self.size > 1:
+            try:
+                accelerator.save_state(str(self.folder / "state"))
+            except fd.ConfigError as problem:
+                self.results["save_state"] = str(problem)
 
-        options = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
-        trainer = self.trainer("adapted", get_peft_model(language_model(), options).double())
+    def adapted(self) -> None:
+        peft = importlib.import_module("peft")
+        options = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+        trainer = self.trainer("adapted", peft.get_peft_model(language_model(), options).double())
         trainer.train()
         trainer.save_model(str(self.folder / "adapted" / "last"))
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks.front_ends import play_both
+from tests import warm
+from tests.ranks.front_ends import ROOT, play_both
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is missing"),
@@ -74,6 +76,42 @@ def test_no_key_is_said_to_have_no_effect_and_all_ranks_hear_of_a_full_disk(
     assert "has no effect" not in (folder / "said").read_text()
     if zero == 3:
         assert all("Not a directory" in said for said in ours["unwritable"])
+
+
+def test_accelerate_saves_the_whole_model_and_refuses_the_rest(played: tuple[Path, int, Any]) -> None:
+    from safetensors.torch import load_file
+
+    folder, zero, (_, ours, _) = played
+    compare(*(load_file(folder / kind / "accelerated" / "model.safetensors") for kind in ("stock", "ours")))
+    assert f"save_state: the optimizer's state is sharded over ranks (plan: zero = {zero})" in ours["save_state"]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is missing")
+def test_a_checkpoint_of_lightning_has_whole_states(tmp_path: Path) -> None:
+    play_both("sharded_lightning_script", tmp_path, "zero=2")
+    one, two = (torch.load(tmp_path / f"{kind}.ckpt", weights_only=False) for kind in ("stock", "ours"))
+    for index, values in one["optimizer_states"][0]["state"].items():
+        state = two["optimizer_states"][0]["state"][index]
+        for key, value in values.items():
+            assert torch.allclose(torch.as_tensor(value), torch.as_tensor(state[key]), atol=1e-6), (index, key)
+
+
+def test_a_divided_model_is_refused_on_all_ranks_before_it_moves(tmp_path: Path) -> None:
+    script = [sys.executable, "-m", "tests.ranks.sharded_trainer_script", "ours", str(tmp_path / "ours.json")]
+    job = warm.start(
+        ROOT, "-m", "farandole", "run", "-np", "2", "--run-dir", str(tmp_path / "run"), "--set", "tensor=2", "--",
+        *script, out=(tmp_path / "said").open("w"), environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        err=(tmp_path / "errors").open("w"),
+    )  # fmt: skip
+    try:
+        assert job.wait(100) == 2
+    finally:
+        job.kill()
+        job.wait()
+    said = (tmp_path / "said").read_text() + (tmp_path / "errors").read_text()
+    assert "plan: tensor = 2: FarandoleTrainer does not train a model that is divided so" in said
+    for rank in (0, 1):
+        assert "FarandoleTrainer does not train" in (tmp_path / "run" / "logs" / f"rank{rank}.log").read_text()
 
 
 def test_adapters_alone_are_saved(played: tuple[Path, int, Any]) -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
+from farandole.core.environ.env import PLAN_FILE
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.integrations.trainer_checkpoints import refuse_inexact_resume
 from farandole.integrations.weighed_batches import divide
+from farandole.integrations.whole_state import refuse_degrees
 
 
 @pytest.mark.parametrize(
@@ -40,3 +44,31 @@ def test_a_sampler_that_divides_batches_over_ranks_itself_is_refused() -> None:
         ConfigError, match=r"a Whole, which divides batches over ranks itself.*use a train_sampling_strategy that"
     ):
         divide(loader, None, here)
+
+
+@pytest.mark.parametrize("key", ["tensor", "pipeline", "expert", "context"])
+def test_degrees_beside_data_are_refused_by_name(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(f"{key} = 2\n")
+    monkeypatch.setenv(PLAN_FILE, str(file))
+    with pytest.raises(ConfigError, match=rf"plan: {key} = 2: Front does not train a model that is divided so"):
+        refuse_degrees("Front")
+
+
+def test_stages_of_zero_that_a_front_end_cannot_save_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.toml"
+    monkeypatch.setenv(PLAN_FILE, str(file))
+    file.write_text("zero = 3\n")
+    refuse_degrees("Front")
+    refuse_inexact_resume()
+    with pytest.raises(ConfigError, match=r"plan: zero = 3: Front .*takes zero = 1 to 2"):
+        refuse_degrees("Front", most_zero=2)
+    file.write_text('zero = 2\nweight_codec = "int8"\n')
+    with pytest.raises(
+        ConfigError, match=r'what weight_codec = "int8" keeps with zero = 2 is not in a checkpoint'
+    ):
+        refuse_inexact_resume()

@@ -190,7 +190,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
     def optimizer_state(self, optimizer: Any) -> Any:
         """Return the whole state of an optimizer of which each rank may have a part, on rank 0."""
         state = super().optimizer_state(optimizer)
-        return state if self._held is None else whole_optimizer_state(state, here=self.is_global_zero)
+        return whole_optimizer_state(state, here=self.is_global_zero) if "state" in state else state
 
     def teardown(self) -> None:
         """Let the module be distributed anew by another fit."""

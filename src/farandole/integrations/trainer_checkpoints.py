@@ -14,6 +14,7 @@ import torch
 
 from ..comm.world.world import world
 from ..core.environ.job_plan import resolve_plan
+from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError
 from ..parallel.apply import plan_of
 from ..parallel.exchange_state import exchange_state, load_exchange_state
@@ -36,7 +37,7 @@ def refuse_inexact_resume() -> None:
     plan = resolve_plan(None)
     if not plan.zero:
         return
-    asked = [f'weight_codec = "{plan.weight_codec}"'] if plan.weight_codec != "none" else []
+    asked = [f'weight_codec = "{plan.weight_codec}"'] if plan.weight_codec != NONE else []
     asked += ["bf16_parameters = true"] if plan.bf16_parameters else []
     if asked:
         raise ConfigError(
