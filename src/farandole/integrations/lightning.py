@@ -32,7 +32,7 @@ from ..train.record import record
 from ..train.session import init
 from .holding import holding_passes
 from .packages import missing
-from .whole_state import refuse_degrees, whole_optimizer_state
+from .whole_state import refuse_degrees
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -100,7 +100,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
 
     Raises:
         ConfigError: an argument of DistributedDataParallel was given, ``devices`` is not the number of ranks, or
-            the plan has a degree beside data, or zero = 3.
+            the plan has a degree beside data, or zero.
     """
 
     strategy_name = "farandole"
@@ -115,7 +115,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
             )
         if not has_world():
             init()
-        refuse_degrees("FarandoleStrategy", most_zero=2)
+        refuse_degrees("FarandoleStrategy", most_zero=0)  # its steps have closures, and its files are whole
         super().__init__(cluster_environment=FarandoleEnvironment(), **kwargs)
         self._held: Any = None
         self._inputs: tuple[Any, Any] | None = None
@@ -186,11 +186,6 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
         """Keep gradients on this rank: Lightning accumulates."""
         with holding_passes():
             yield
-
-    def optimizer_state(self, optimizer: Any) -> Any:
-        """Return the whole state of an optimizer of which each rank may have a part, on rank 0."""
-        state = super().optimizer_state(optimizer)
-        return whole_optimizer_state(state, here=self.is_global_zero) if "state" in state else state
 
     def teardown(self) -> None:
         """Let the module be distributed anew by another fit."""

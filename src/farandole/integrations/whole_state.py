@@ -37,8 +37,7 @@ def refuse_degrees(front_end: str, *, most_zero: int = MOST_ZERO) -> None:
     if asked:
         raise ConfigError(
             f"plan: {', '.join(asked)}: {front_end} does not train a model that is divided so",
-            remedy=f"leave it out, or write the loop with farandole.distribute; {front_end} takes zero = 1 to "
-            f"{most_zero}, and recompute",
+            remedy="leave it out, or write the loop with farandole.distribute",
         )
 
 
