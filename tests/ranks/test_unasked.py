@@ -6,17 +6,20 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 from farandole.core.vocabulary.events import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
 from farandole.launch.job.contract import SHIM
+from farandole.observe.diagnose import diagnose
 from farandole.observe.format.rows import StepRow
 from farandole.observe.read.timeline_reader import read_events
 from tests import warm
 from tests.ranks import unasked_script
 from tests.ranks.pool import patient
 from tests.ranks.unasked_script import STEPS
+from tests.unit.observe.synthetic import healthy, write_run
 
 SCRIPT = str(Path(unasked_script.__file__))
 REFUSED = ("group_of_some", "joined")
@@ -83,6 +86,42 @@ def test_strange_scripts_train_to_the_same_bits(tmp_path: Path) -> None:
 def test_a_job_whose_models_cannot_be_recorded_has_no_records(tmp_path: Path) -> None:
     assert run(tmp_path / "refused", *REFUSED)["summary"]["steps"] == 0
     assert not list(tmp_path.glob("refused/run/events*"))
+
+
+PASTED = """
+import torch, torch.distributed as dist
+from torch.nn.functional import mse_loss as loss_function
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+exchanges = 0
+def exchange(state, bucket):
+    global exchanges
+    exchanges += 1
+    return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda done: done.value()[0])
+model.register_comm_hook(None, exchange)
+for i in range(8):
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 2)
+    PASTE
+print("exchanges:", exchanges)
+dist.destroy_process_group()
+"""
+
+
+@patient
+def test_the_fix_by_fewer_exchanges_runs_where_it_is_pasted(tmp_path: Path) -> None:
+    found = diagnose(write_run(tmp_path / "slow", healthy(bytes_per_second=5e7, route=None)))
+    (paste,) = [fix.paste for fix in found.findings[0].fixes if "no_sync" in fix.paste]
+    (tmp_path / "pasted.py").write_text(PASTED.replace("PASTE", textwrap.indent(paste, "    ").lstrip()))
+    done = warm.run(
+        tmp_path, "run", "-np", "2", "--run-dir", "run", "--", sys.executable, "pasted.py", timeout=60
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("exchanges: 4") == 2, done.stdout + done.stderr
+    setup = read_events(tmp_path / "run" / "events-rank1.jsonl").setup
+    assert setup["wrapper"] == "DistributedDataParallel"
 
 
 def test_a_python_without_farandole_trains_unrecorded(tmp_path: Path) -> None:

@@ -32,11 +32,12 @@ from ..comm.device.accelerator import same_device
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
 from ..core.launchers.rank_variables import read_rank_variables
+from ..core.vocabulary.events import DDP
 from ..core.vocabulary.notice import write_notice
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
 from ..train.data.loader_watch import watch_loaders
-from ..train.record import say_vain_plan
+from ..train.record import note_wrapper
 from ..train.session import init, shutdown
 
 _KEY = "farandole/unasked/{}"
@@ -166,7 +167,7 @@ def _world_for(model: DistributedDataParallel) -> World | None:
         return None
     _ours.add(here)
     _end_with_group()
-    say_vain_plan(here)
+    note_wrapper(here, DDP)
     return here
 
 

@@ -24,6 +24,7 @@ from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import FarandoleError
+from ..core.vocabulary.events import DDP, FSDP1, FSDP2, SETUP_WRAPPER, Setup
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..launch.start.unrecorded import vain_plan
@@ -105,25 +106,28 @@ def _record_model(model: Any, here: World) -> None:
     if not isinstance(model, nn.Module):
         raise _NotRecordable(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     wrapper = model if isinstance(model, DistributedDataParallel) else None
-    if wrapper is None and here.size > 1 and not _is_sharded(model):
+    if wrapper is None and here.size > 1 and not _sharded_by(model):
         wrapper = ddp_around(model)  # the bare model: its wrapper exchanges the gradients
     watch = watch_model(model, exchanges=wrapper is not None)
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
-    if (wrapper is not None or _is_sharded(model)) and not shared_with(model, distributed_models()):
-        say_vain_plan(here)
+    name = DDP if wrapper is not None else _sharded_by(model)
+    if name and not shared_with(model, distributed_models()):
+        note_wrapper(here, name)
 
 
-def say_vain_plan(here: World) -> None:
-    """Say, on rank 0, which keys of the plan change nothing for a model that something else distributes."""
+def note_wrapper(here: World, name: str) -> None:
+    """Record which of torch's classes exchanges the gradients, and say which keys of the plan it does not heed."""
+    here.session.recorder.record(Setup({SETUP_WRAPPER: name}))
     if here.is_main:
         for line in vain_plan(replace(resolve_plan(None), stall_seconds=Plan.stall_seconds)):
             write_notice(line)
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Return whether FSDP has it; its classes take a second to import."""
-    return not {"FSDPModule", "FullyShardedDataParallel"}.isdisjoint(kind.__name__ for kind in type(model).__mro__)
+def _sharded_by(model: nn.Module) -> str:
+    """Return the class of FSDP that has it, or nothing; these classes take a second to import."""
+    names = {kind.__name__ for kind in type(model).__mro__}
+    return next((name for name in (FSDP1, FSDP2) if name in names), "")
 
 
 def _record_optimizers(optimizers: list[Any], here: World) -> None:

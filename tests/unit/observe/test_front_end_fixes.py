@@ -8,8 +8,19 @@ from typing import cast
 import pytest
 
 from farandole.core.vocabulary.codec_spec import AUTO
-from farandole.core.vocabulary.events import DATA, END_OF_EPOCH, EVALUATION, FORWARD, FRONT_ENDS
+from farandole.core.vocabulary.events import (
+    DATA,
+    DDP,
+    END_OF_EPOCH,
+    EVALUATION,
+    FORWARD,
+    FRONT_ENDS,
+    FSDP1,
+    FSDP2,
+    WRAPPERS,
+)
 from farandole.observe.diagnose.facts.finding import Finding, Fix, Gain
+from farandole.observe.diagnose.facts.passes import held_passes
 from farandole.observe.diagnose.facts.step_table import StepTable
 from farandole.observe.diagnose.finders.front_ends import in_words_of
 
@@ -31,7 +42,10 @@ BESIDE = Fix("copy the state to host memory in the step")
 def told(front_end: str, kind: str, *fixes: Fix, phase: str = "") -> tuple[Fix, ...]:
     """Return the fixes of such a finding where this front end trains; nothing else of it changes."""
     finding = Finding(kind, "a title", 0.5, 0.25, (1,), ("b",), phase, ("seen",), fixes)
-    table = SimpleNamespace(front_end=front_end if front_end != TRAINER else "", has_trainer=front_end == TRAINER)
+    table = SimpleNamespace(
+        front_end=front_end if front_end in FRONT_ENDS else "", has_trainer=front_end == TRAINER,
+        wrapper=front_end if front_end in WRAPPERS else "",
+    )  # fmt: skip
     found = in_words_of(finding, cast(StepTable, table))
     assert {**vars(found), "fixes": ()} == {**vars(finding), "fixes": ()}
     return found.fixes
@@ -61,6 +75,41 @@ def test_a_trainer_has_arguments(fix: Fix, paste: str) -> None:
     later = Fix("save while training goes on", "checkpointer = fd.Checkpointer(model)")
     (found,) = told(TRAINER, "pause", later, fix)
     assert (found.what, found.paste) == (fix.what, paste)
+
+
+HELD = Fix("step less often", held_passes(2, steps=True), GAIN)
+STEP = "if (i + 1) % 2 == 0:\n    optimizer.step()\n    optimizer.zero_grad()  # here alone"
+PASS = ":\n    loss = loss_function(model(inputs), targets)\n    loss.backward()"
+INIT = "import farandole as fd\nfd.init()"
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "fix", "paste"),
+    [
+        ("", HELD, HELD.paste),
+        (TRAINER, HELD, "gradient_accumulation_steps=2  # arguments of TrainingArguments"),
+        (TENSORFLOW, HELD, "backward_passes_per_step=2  # argument of hvd.DistributedOptimizer"),
+        (DDP, HELD, "import contextlib\nwith model.no_sync() if (i + 1) % 2 > 0 else contextlib.nullcontext()"
+         f"{PASS}\n{STEP}"),
+        (FSDP1, PASSES, "import contextlib\nwith model.no_sync() if (i + 1) % 4 > 0 else contextlib.nullcontext()"
+         f"{PASS}"),
+        (FSDP2, HELD, f"model.set_requires_gradient_sync(not ((i + 1) % 2 > 0))\nloss.backward()\n{STEP}"),
+        (DDP, Fix("once", "with fd.accumulate():\n    loss.backward()  # all but the last"),
+         f"with model.no_sync(){PASS}  # all but the last"),
+        (DDP, INT8, f"{INIT}  # instead of the wrapper\n"
+         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec='int8'))"),
+        (DDP, Fix("larger buckets", "--set bucket_bytes=50MiB", GAIN, {"bucket_bytes": "50MiB"}),
+         "bucket_cap_mb=50  # argument of DistributedDataParallel"),
+        (DDP, SHARD, "sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="),
+        (DDP, Fix("ahead", "x = fd.prefetch(x)"), "import farandole as fd\nx = fd.prefetch(x)"),
+        (DDP, Fix("name it", 'with fd.phase("name"):'), f'{INIT}\nwith fd.phase("name"):'),
+        (DDP, BATCH, BATCH.paste),
+        (DDP, COMPILE, COMPILE.paste),
+    ],
+)  # fmt: skip
+def test_a_script_without_our_start_is_told_what_its_wrapper_knows(wrapper: str, fix: Fix, paste: str) -> None:
+    (found,) = told(wrapper, "communication", fix)
+    assert found.paste == paste
 
 
 @pytest.mark.parametrize("front_end", FRONT_ENDS)

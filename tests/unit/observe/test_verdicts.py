@@ -480,7 +480,7 @@ def test_fewer_exchanges_are_proposed_as_the_loop_can_make_them(tmp_path: Path) 
     known = finding(of(tmp_path / "k", replace(slow, setup={"loader_batch": 16})), "communication")
     for each in (unknown, known):
         assert not any("accumulate" in fix.changes for fix in each.fixes), each.fixes
-    assert any(fix.paste.startswith("with farandole.accumulate(i % 2 == 0):") for fix in unknown.fixes)
+    assert any(fix.paste.startswith("with fd.accumulate((i + 1) % 2 > 0):") for fix in unknown.fixes)
     assert any(fix.changes == {"loader_batch": 32} for fix in known.fixes)
     four = finding(of(tmp_path / "f", replace(slow, exchanges=4)), "extra-exchange")
     assert four.fixes[0].changes == {"accumulate": 4}
@@ -492,7 +492,7 @@ def test_each_of_two_optimizers_needs_an_exchange(tmp_path: Path) -> None:
     extra = finding(of(tmp_path / "three", two), "extra-exchange")
     assert "3 times a step where 2 times are enough" in extra.title
     assert extra.fixes[0].changes == {}
-    assert extra.fixes[0].paste.startswith("with farandole.accumulate():")
+    assert extra.fixes[0].paste.startswith("with fd.accumulate():")
     enough = of(tmp_path / "two", replace(two, exchanges=2))
     assert not any(each.kind == "extra-exchange" for each in enough.findings)
 

@@ -21,6 +21,8 @@ from .finding import Fix, Gain
 from .proposals import command_with
 from .step_table import StepTable
 
+_STEP = "optimizer.step()\n    optimizer.zero_grad()  # here alone"
+
 
 def passes_of(table: StepTable) -> int:
     """Return the usual number of backward passes in a step; 0 where passes were not recorded."""
@@ -80,10 +82,14 @@ def less_often(table: StepTable, seconds: float) -> Fix:
             "batches twice as large (the learning rate may need a change)",
             f"batch_size={2 * batch}  # argument of the DataLoader", gain, {events.SETUP_BATCH: 2 * batch},
         )  # fmt: skip
-    return Fix(
-        "batches twice as large; or step after every second one, without an exchange for the first",
-        "with farandole.accumulate(i % 2 == 0):\n    loss.backward()\nif i % 2:\n    optimizer.step()", gain,
-    )  # fmt: skip
+    what = "batches twice as large; or step after every second one, without an exchange for the first"
+    return Fix(what, held_passes(2, steps=True), gain)
+
+
+def held_passes(count: int, *, steps: bool = False) -> str:
+    """Return lines of a loop that exchange gradients after every `count`-th pass; with `steps`, and step there."""
+    lines = f"with fd.accumulate((i + 1) % {count} > 0):\n    loss.backward()"
+    return lines + (f"\nif (i + 1) % {count} == 0:\n    {_STEP}" if steps else "")
 
 
 def _usual(table: StepTable, name: str) -> int:

@@ -12,7 +12,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ....core.vocabulary.events import DATA, EXCHANGE, OTHER, SETUP_FRONT_END, SETUP_LOOP, STEP_PHASES, UNDIVIDED
+from ....core.vocabulary.events import (
+    DATA,
+    DDP,
+    EXCHANGE,
+    OTHER,
+    SETUP_FRONT_END,
+    SETUP_LOOP,
+    SETUP_WRAPPER,
+    STEP_PHASES,
+    UNDIVIDED,
+)
 from ....core.vocabulary.rank_lists import name_ranks
 from ...figures.counted import common_steps, counted_steps, sees_exchanges, warm_up
 from ...figures.device_time import rows_of
@@ -92,6 +102,18 @@ class StepTable:
     def has_trainer(self) -> bool:
         """Whether the loop is that of transformers' Trainer."""
         return self.records.timelines[0].setup.get(SETUP_LOOP) == "transformers"
+
+    @property
+    def wrapper(self) -> str:
+        """Torch's class that exchanges the gradients: one of `events.WRAPPERS`; empty where our engine does.
+
+        In records that do not say it, buckets whose layout is not ours are those of DistributedDataParallel.
+        """
+        records = self.records.timelines
+        if name := records[0].setup.get(SETUP_WRAPPER):
+            return str(name)
+        has_buckets = any(exchange.buckets for own in self.rows for row in own for exchange in row.exchanges)
+        return DDP if has_buckets and not self.front_end and not any(each.layouts for each in records) else ""
 
     def by_step(self) -> list[list[RankStep]]:
         """Return the cells of all ranks, by step."""

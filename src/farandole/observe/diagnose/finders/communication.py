@@ -13,7 +13,7 @@ from dataclasses import replace
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
-from ....core.vocabulary.events import SETUP_BATCH, SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
+from ....core.vocabulary.events import SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.units import format_bytes, format_seconds
@@ -136,8 +136,6 @@ def _exposed(
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.changes)
-    if network is not None and not _is_ours(table):
-        fixes = [_where_ours(fix) for fix in fixes]
     return Finding(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
         confidence(len(table.steps)),
@@ -200,20 +198,6 @@ def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | N
     )  # fmt: skip
 
 
-def _is_ours(table: StepTable) -> bool:
-    """Whether our engine carried the buckets: only then does a plan change how they travel."""
-    return any(records.layouts for records in table.records.timelines)
-
-
-def _where_ours(fix: Fix) -> Fix:
-    """Return the fix of a run whose gradients something else carries, e.g. DistributedDataParallel."""
-    if not fix.changes or SETUP_BATCH in fix.changes:
-        return fix
-    what = f"{fix.what}, with fd.distribute instead of the current exchange of gradients"
-    lines = "fd.init()  # where the wrapper was\nmodel, optimizer = fd.distribute(model, optimizer)"
-    return replace(fix, what=what, paste=f"{lines}\n{fix.paste}")
-
-
 def _bucket_fix(network: LinkObservation, usual: int, table: StepTable) -> tuple[float, Fix] | None:
     """Return the best bucket size and the fix, if it gains something."""
     now = network.bucket_bytes
@@ -249,7 +233,7 @@ def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float)
     evidence: tuple[str, ...] = (f"{usual} exchanges in a step (usual of {len(table.steps)} steps)",)
     if needed > 1:
         evidence += (f"{needed} optimizers step in it, and each needs one",)
-        paste = "with farandole.accumulate():\n    loss.backward()  # all backward passes of a model but its last"
+        paste = "with fd.accumulate():\n    loss.backward()  # all backward passes of a model but its last"
         fix = Fix("add a model's gradients up on the rank and exchange their sum once", paste, gain)
     else:
         changes = {"accumulate": usual * accumulated(table)}

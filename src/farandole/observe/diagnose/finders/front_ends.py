@@ -1,8 +1,11 @@
-"""Findings of a training whose loop is TensorFlow's, Keras's or transformers', in its words.
+"""Findings of a training whose loop or exchange is not ours, in its words: Keras, transformers, DDP and others.
 
 What costs how much is the same whatever trains; what to do about it is not. A fix that this front end has no place
 for (a plan key that it refuses, an argument of torch's loader or optimizer) becomes its own way to do the same,
 and is left out where there is none.
+
+[Note: a script without fd.init] A model in one of torch's wrappers is recorded without a line in the script. What
+a fix calls there has to come with its import and `fd.init`; a plan's key changes only what `fd.distribute` does.
 """
 
 from __future__ import annotations
@@ -10,8 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from ....core.vocabulary.events import CHECKPOINT, DATA, END_OF_EPOCH, EVALUATION
+from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2
+from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.units import parse_bytes
 from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
 from ..facts.step_table import StepTable
@@ -27,6 +33,9 @@ _AHEAD = (
 )  # fmt: skip
 _RARER_EVALUATION = Fix("evaluate less often or on fewer samples: validation_freq=, validation_steps= of fit")
 _RARER_SAVES = re.compile(rf"do {CHECKPOINT} .*, every (\d+) steps")
+_HELD = re.compile(r"with fd\.accumulate\((\(i \+ 1\) % (\d+) > 0)?\):\n    loss\.backward\(\)")
+"""The passes that `held_passes` and `find_communication` write."""
+_INIT = "import farandole as fd\nfd.init()"
 _IN_ARGUMENTS = "  # arguments of TrainingArguments"
 _RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheckpoint(save_best_only=True)")
 
@@ -35,9 +44,10 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     """Return a finding with fixes that its front end knows."""
     front_end = table.front_end
     if table.has_trainer:
-        return replace(finding, fixes=tuple(filter(None, map(_of_trainer, finding.fixes))))
+        fixes = [_of_trainer(fix, is_stock=bool(table.wrapper)) for fix in finding.fixes]
+        return replace(finding, fixes=tuple(filter(None, fixes)))
     if not front_end:
-        return finding
+        return _of_wrapper(finding, table.wrapper) if table.wrapper else finding
     is_on_torch = front_end == _ON_TORCH
     if finding.kind == "other" and front_end != "tensorflow":
         return _of_keras_loop(finding)
@@ -55,12 +65,16 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     return replace(finding, fixes=tuple(fixes))
 
 
-def _of_trainer(fix: Fix) -> Fix | None:
+def _of_trainer(fix: Fix, *, is_stock: bool) -> Fix | None:
     """Return a fix with arguments of transformers' TrainingArguments; None where a Trainer has no place for it."""
+    if is_stock and _plan_keys(fix):
+        return replace(fix, what=f"{fix.what}, with FarandoleTrainer instead of Trainer")
     if "fd.Checkpointer" in fix.paste or "fd.prefetch" in fix.paste:
         return None
     if rarer := _RARER_SAVES.search(fix.what):
         return replace(fix, paste=f'save_strategy="steps", save_steps={rarer[1]}{_IN_ARGUMENTS}')
+    if held := _HELD.match(fix.paste):
+        return replace(fix, paste=f"gradient_accumulation_steps={held[2] or 2}{_IN_ARGUMENTS}")
     code, _, of = fix.paste.partition("  # argument")
     if of.endswith("of the DataLoader"):
         named = ", ".join(f"dataloader_{each}" for each in code.split(", "))
@@ -70,8 +84,56 @@ def _of_trainer(fix: Fix) -> Fix | None:
     return fix
 
 
+def _of_wrapper(finding: Finding, wrapper: str) -> Finding:
+    """Return a finding with fixes for a model in torch's `wrapper`. See [Note: a script without fd.init]."""
+    evidence = tuple(each.replace("fd.shard or fd.record", "fd.record") for each in finding.evidence)
+    return replace(finding, evidence=evidence, fixes=tuple(_wrapped(fix, wrapper) for fix in finding.fixes))
+
+
+def _wrapped(fix: Fix, wrapper: str) -> Fix:
+    fix = replace(fix, what=fix.what.replace("fd.shard(loader, evaluate=True)", "a DistributedSampler"))
+    settings = _plan_keys(fix)
+    if held := _HELD.match(fix.paste):
+        return replace(fix, paste=_without_exchange(held[1] or "True", wrapper) + fix.paste[held.end() :])
+    if "accumulate" in settings:
+        condition = f"(i + 1) % {settings['accumulate']} > 0"
+        return replace(fix, paste=_without_exchange(condition, wrapper), changes={})
+    if "bucket_bytes" in settings and wrapper == DDP:
+        size = parse_bytes(settings["bucket_bytes"]) // 2**20
+        return replace(fix, paste=f"bucket_cap_mb={size}  # argument of {DDP}", changes={})
+    if settings:
+        keys = ", ".join(f"{key}={value!r}" for key, value in settings.items())
+        call = f"model, optimizer = fd.distribute(model, optimizer, fd.Plan({keys}))"
+        what = f"{fix.what}, with fd.distribute instead of {wrapper}"
+        return replace(fix, what=what, paste=f"{_INIT}  # instead of the wrapper\n{call}")
+    if fix.paste == "loader = fd.shard(loader)":
+        return replace(
+            fix, paste="sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="
+        )
+    if "fd.prefetch" in fix.paste:
+        return replace(fix, paste=f"import farandole as fd\n{fix.paste}")
+    return replace(fix, paste=f"{_INIT}\n{fix.paste}") if "fd." in fix.paste else fix
+
+
+def _plan_keys(fix: Fix) -> dict[str, Any]:
+    return {key: value for key, value in fix.changes.items() if key in Plan.__dataclass_fields__}
+
+
+def _without_exchange(condition: str, wrapper: str) -> str:
+    """Return a pass whose gradients the wrapper does not exchange where the condition holds."""
+    if wrapper == FSDP2:
+        return f"model.set_requires_gradient_sync(not ({condition}))\nloss.backward()"
+    # Whether a pass is exchanged is decided in its forward pass.
+    held, imports = "model.no_sync()", ""
+    if condition != "True":
+        held, imports = f"{held} if {condition} else contextlib.nullcontext()", "import contextlib\n"
+    return f"{imports}with {held}:\n    loss = loss_function(model(inputs), targets)\n    loss.backward()"
+
+
 def _translate(fix: Fix, front_end: str) -> Fix:
-    changes = fix.changes
+    changes = dict(fix.changes)
+    if held := _HELD.match(fix.paste):
+        changes["accumulate"] = int(held[2] or 2)
     if "accumulate" in changes:
         argument, of = "backward_passes_per_step", "hvd.DistributedOptimizer"
         if front_end == _ON_JAX:  # Keras accumulates there, and ours takes it over

@@ -18,7 +18,7 @@ from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median, mean
 from ..facts.evidence import LEAST_SHARE, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.passes import passes_of
+from ..facts.passes import held_passes, passes_of
 from ..facts.step_table import StepTable
 
 _LEAST_SHARE = 0.1
@@ -115,7 +115,7 @@ def find_small_batch(table: StepTable) -> list[Finding]:
         ),
         Fix(
             f"or step once every {_LARGER} batches, without an exchange for the others",
-            f"with farandole.accumulate((i + 1) % {_LARGER} > 0):\n    loss.backward()",
+            held_passes(_LARGER, steps=True),
         ),
     )  # fmt: skip
     size = f"a batch of {batch:.3g} sample{'s' * (batch != 1)}"
