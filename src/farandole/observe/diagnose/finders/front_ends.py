@@ -44,8 +44,8 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     """Return a finding with fixes that its front end knows."""
     front_end = table.front_end
     if table.has_trainer:
-        fixes = [_of_trainer(fix, is_stock=bool(table.wrapper)) for fix in finding.fixes]
-        return replace(finding, fixes=tuple(filter(None, fixes)))
+        named = [_of_trainer(fix, is_stock=bool(table.wrapper)) for fix in finding.fixes]
+        return replace(finding, fixes=tuple(filter(None, named)))
     if not front_end:
         return _of_wrapper(finding, table.wrapper) if table.wrapper else finding
     is_on_torch = front_end == _ON_TORCH
