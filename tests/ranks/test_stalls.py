@@ -50,6 +50,29 @@ def steps(count):
         step()
         time.sleep(0.02)
 """
+SLOW_BACKWARD = """
+class Stands(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, seconds):
+        ctx.seconds = seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+def slow_step(seconds=5):
+    optimizer.zero_grad()
+    Stands.apply(model(torch.ones(2, 4)), seconds).sum().backward()
+    optimizer.step()
+
+"""
+DDP = HEAD.replace(
+    "model, optimizer = fd.distribute(model, optimizer)",
+    "model = torch.nn.parallel.DistributedDataParallel(model)\nfd.record(model, optimizer)\n"
+    "other = torch.distributed.new_group()",
+)
 EXTRA_MEAN = (
     HEAD
     + """
@@ -215,6 +238,9 @@ for _ in range(50):
     time.sleep(0.1)
 steps(10)
 """,
+    "a backward that stands": HEAD + SLOW_BACKWARD + "steps(10)\nslow_step()\nsteps(10)",
+    "the first backward stands": HEAD + SLOW_BACKWARD + "slow_step(10)\nsteps(10)",
+    "a backward of DDP that stands": DDP + SLOW_BACKWARD + "steps(10)\nslow_step()\nsteps(10)",
     "sleep after training": HEAD + """
 steps(10)
 time.sleep(5)
@@ -251,6 +277,23 @@ def test_pauses_that_must_not_alarm(tmp_path: Path, name: str) -> None:
     assert not (run_of(tmp_path) / "stacks").exists(), "a job that ends well leaves no stacks"
     assert not (run_of(tmp_path) / "positions").exists()
     assert not (run_of(tmp_path) / "stall.json").exists()
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_one_process_has_nothing_to_wait_for(tmp_path: Path) -> None:
+    with running(tmp_path, HEAD + SLOW_BACKWARD + "slow_step(10)\nsteps(10)", stall="0.5", size=1) as process:
+        assert process.wait(SECONDS) == 0, errors(tmp_path)
+    assert "no step" not in errors(tmp_path)
+
+
+@pytest.mark.timeout(2 * SECONDS)
+def test_ddp_that_waits_in_backward_for_one_outside_of_it_is_a_hang(tmp_path: Path) -> None:
+    """Its wait has no frame of Python: what it has begun tells that it is one."""
+    text = DDP + "steps(10)\nif R == 0:\n    torch.distributed.barrier(other)\nelse:\n    step()"
+    with running(tmp_path, text) as process:
+        found = wait_for(tmp_path, "no step for .*", process)
+    assert "rank 0 waits in torch.distributed.barrier" in found[0]
+    assert "rank 1 in backward" in found[0]
 
 
 @pytest.mark.timeout(2 * SECONDS)

@@ -57,6 +57,15 @@ def test_nobody_waits() -> None:
     assert remedy([other("data")]) == ""
 
 
+@pytest.mark.parametrize("operation", ["backward", "the GPU"])
+def test_one_rank_alone_waits_for_no_other(operation: str) -> None:
+    """Its step is long: memory on a disk, a busy machine."""
+    alone = Position(0, 0, "waiting", "train.py:7", operation)
+    assert judge([alone]) == "nothing"
+    assert judge([Position(0, 0, "stopped")]) == "hang"
+    assert judge([Position(0, 0, "data")]) == "pause"
+
+
 def test_a_network_that_is_slow_is_nothing() -> None:
     """Both wait in a collective, and data arrives, or other collectives go on between the samples."""
     assert judge([MEAN, other("waiting", busy=True)]) == "nothing"

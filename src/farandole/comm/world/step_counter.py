@@ -22,6 +22,8 @@ class StepCounter:
         self._optimizers: list[weakref.ref[object]] = []
         """In the order of registration: the first that lives leads."""
         self._listeners: list[Listener] = []
+        self.on_begin: Callable[[], None] | None = None
+        """Called where a step begins: when an optimizer is registered, and at the end of each step."""
 
     def register(self, optimizer: object) -> None:
         """Let `optimizer` lead once those registered before it are gone. See [Note: the leading optimizer]."""
@@ -29,6 +31,8 @@ class StepCounter:
         self._optimizers = [each for each in self._optimizers if each() is not None]
         if not any(each() is optimizer for each in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
+        if self.on_begin is not None:
+            self.on_begin()
 
     def unregister(self, optimizer: object) -> None:
         """Let `optimizer` lead no more: its training is over, and something may still hold it."""
@@ -59,7 +63,10 @@ class StepCounter:
         """Call the listeners."""
         for listener in self._listeners:
             listener(self.done)
+        if self.on_begin is not None:
+            self.on_begin()
 
     def forget(self) -> None:
         """Call no listener any more."""
         self._listeners.clear()
+        self.on_begin = None

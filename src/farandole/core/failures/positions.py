@@ -67,7 +67,7 @@ def judge(positions: Sequence[Position]) -> Judgement:
     if kinds & {"pause", "moving"}:
         return "nothing"
     waiting = [position for position in positions if position.kind == "waiting"]
-    if not waiting:
+    if not waiting or len(positions) == 1:  # one rank alone has nothing to wait for: it is slow
         return "hang" if "stopped" in kinds else "pause" if "data" in kinds else "nothing"
     if any(position.busy for position in waiting):
         return "nothing"  # data arrives, or other calls go on between two samples

@@ -23,6 +23,7 @@ _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _WRAPPERS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "profile_hook_step", "_call_impl"})
 _ENDS = ("farandole.train.crash_report", "farandole.train.session")
 _EXCHANGES = ("farandole.comm", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+_CALLERS_OF_EXCHANGES = ("farandole", "torch.distributed", "torch.nn.parallel")
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,12 @@ def is_exchange(stack: Stack) -> bool:
     """Return whether the stack is inside an exchange with other ranks."""
     own = _innermost_own(stack)
     return any(call.is_in(*_EXCHANGES) for call in stack[0 if own is None else own + 1 :])
+
+
+def may_exchange_unseen(stack: Stack) -> bool:
+    """Return whether a stack that stands may be in an exchange without a frame of its own, e.g. FSDP's."""
+    own = _innermost_own(stack)
+    return any(call.is_in(*_CALLERS_OF_EXCHANGES) for call in stack[0 if own is None else own + 1 :])
 
 
 def is_loading(stack: Stack) -> bool:

@@ -16,9 +16,10 @@ from .call_stack import (
     is_exchange,
     is_leaving,
     is_loading,
+    may_exchange_unseen,
     read_stack,
 )
-from .traffic import carried_bytes
+from .traffic import carried_bytes, collectives_begun
 
 STILL_SAMPLES = 3
 """A stack that is alike in so many samples, between which nothing was computed, stands."""
@@ -30,12 +31,23 @@ _CARRIED_BYTES = 4096
 
 
 class Sampler:
-    """Samples one thread. Every `sample` counts what it has done since the one before."""
+    """Samples one thread. Every `sample` counts what it has done since the one before.
+
+    [Note: at work inside backward] A thread that stands inside backward waits for other ranks, or swaps, or waits
+    for a disk: the stack is the same. It is at work if no collective was begun since the step began, as torch's
+    groups count them, and no frame is of code that may exchange without one. An accelerator's threads are others.
+    """
 
     def __init__(self, thread: int, phases: Sequence[str], *, on_gpu: bool) -> None:
         """`phases` are the names of the announced pauses that are open, as they change."""
         self._thread, self._phases, self._on_gpu = thread, phases, on_gpu
+        self._begun: int | None = None
+        """Collectives when the step began. None: not known."""
         self.reset()
+
+    def begin_step(self) -> None:
+        """A step begins: what is exchanged from now on is its own. Called by the thread that trains."""
+        self._begun = collectives_begun()
 
     def reset(self) -> None:
         """Begin anew: a step was done."""
@@ -79,7 +91,7 @@ class Sampler:
         if is_at_rest(stack):
             return "pause", "no code of yours", False
         is_backward = operation in ("backward", "optimizer.step", "forward")
-        if is_exchange(stack) or (is_backward and at_rest):
+        if is_exchange(stack) or (is_backward and at_rest and self._may_wait(stack)):
             return "waiting", operation, not at_rest
         if phases:
             return "pause", f"the phase {phases[-1]!r}", False
@@ -89,6 +101,12 @@ class Sampler:
             # Kernels are queued: who stays at one instruction waits for them, with its core busy.
             return "waiting", "the GPU", False
         return ("idle" if at_rest else "working"), operation, not at_rest
+
+    def _may_wait(self, stack: Stack) -> bool:
+        """See [Note: at work inside backward]."""
+        if self._on_gpu or self._begun is None or may_exchange_unseen(stack):
+            return True
+        return collectives_begun() != self._begun
 
     def _count(self) -> tuple[float, float, float, int]:
         thread = 0.0

@@ -1,4 +1,4 @@
-"""How much this process's TCP connections have carried: a slow network is no hang."""
+"""What this process has exchanged: bytes of its TCP connections (a slow network is no hang), and collectives."""
 
 from __future__ import annotations
 
@@ -6,11 +6,26 @@ import socket
 import struct
 from contextlib import suppress
 
+import torch.distributed as dist
+
 from ...core.host.open_sockets import borrowed, open_sockets
 
 # Acknowledged and received bytes in Linux's `struct tcp_info`, to which fields are only ever added (4.10).
 _COUNTS = struct.Struct("=QQ")
 _COUNTS_AT = 120
+
+
+def collectives_begun() -> int | None:
+    """Return how many collectives and messages torch's groups have begun; None where a group does not count.
+
+    Those of torch's own code are in it, e.g. of DistributedDataParallel's reducer, which has no frame in a stack.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return 0
+    try:
+        return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+    except RuntimeError:
+        return None
 
 
 def carried_bytes() -> int:

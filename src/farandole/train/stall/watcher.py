@@ -46,6 +46,7 @@ class StallWatcher:
         self._pace = Pace(time.monotonic(), here.session.steps.done)
         self._training_thread = threading.get_ident()
         self._sampler = Sampler(self._training_thread, open_phases(here), on_gpu=here.device.type == "cuda")
+        here.session.steps.on_begin = self._sampler.begin_step
         self._neighbours: Neighbours | None = None
         self._published: Position | None = None
         self._last: tuple[Judgement, str] = ("nothing", "")
