@@ -176,10 +176,12 @@ def test_a_guides_torch_script(tmp_path: Path) -> None:
 def test_ddp_with_nccl_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = start(tmp_path, DDP)
     assert done.returncode == 1
+    said = " ".join(done.stderr.split())
     assert (
-        'write "gloo" where the script says "nccl", or start it as it is with farandole run --backend'
-        in done.stderr
+        'write "gloo" where the script says "nccl", or leave that and start with farandole run --backend' in said
     )
+    assert "where the script names the GPU, put if torch.cuda.is_available(): before torch.cuda.set_device" in said
+    assert "instead of .cuda()" in said
     done = start(tmp_path, DDP, "--backend", "farandole")
     assert done.returncode == 0, done.stderr
     assert "rank 0 has 3.0" in done.stdout

@@ -6,14 +6,17 @@ import re
 
 from ...core.failures.backend_texts import is_out_of_memory
 
+_WITHOUT_GPU = (
+    "put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
+    'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
+)
 _USUAL = {
     r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
-        'torch sees no GPU for NCCL here: write "gloo" where the script says "nccl", or start it as it is with '
-        "farandole run --backend farandole"
+        'torch sees no GPU for NCCL here: write "gloo" where the script says "nccl", or leave that and start with '
+        f"farandole run --backend farandole; where the script names the GPU, {_WITHOUT_GPU}"
     ),
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|_cuda_setDevice": (
-        "torch sees no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
-        'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
+        f"torch sees no GPU here: {_WITHOUT_GPU}"
     ),
     r"terminate called without an active exception": (
         "threads of torch were still at work when the process ended: call "
