@@ -67,6 +67,21 @@ for step in range(1, 100):
         time.sleep(0.2)  # so that the others are in a step or a meeting of their own when it is noticed
 """
 
+MEETS = """
+import sys, torch, farandole as fd
+fd.init()
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+fd.distribute(model, optimizer)
+for step in range(int(sys.argv[1])):
+    torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.full((8, 1), float(fd.world().rank))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+fd.drain(model)
+fd.shutdown()
+"""
+
 VERIFIED = """
 import torch, farandole as fd
 from torch import nn
@@ -74,6 +89,22 @@ fd.init()
 model = nn.Linear(4, 4)
 fd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fd.Plan(sync="local:H=2"))
 """
+
+
+@patient
+def test_the_end_says_how_many_meetings_there_were_and_what_that_is_not(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    command = ("--set", "sync=diloco:H=30,fragments=2", "--", sys.executable, "meets.py", "65")
+    done = run(tmp_path, "run", "-np", "2", *command, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = " ".join((done.stdout + done.stderr).split())
+    found = re.search(
+        r"sync diloco:fragments=2: 3 meetings, where ranks were ([\d.]+)% apart from their mean", said
+    )
+    assert found, said
+    assert float(found[1]) > 0
+    assert "this is not the training of one process (docs/sync.md)" in said
+    assert "warning: 3 meetings are few" in said
 
 
 @pytest.mark.full

@@ -7,6 +7,7 @@ of the outer step. Where no step was made meanwhile they become the averaged par
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,7 @@ from ..comm.reducer.options import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.codec_spec import CodecSpec
 from ..core.vocabulary.errors import CommError
-from ..core.vocabulary.events import Exchange
+from ..core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, Exchange, Setup, SetupValue
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
@@ -48,6 +49,8 @@ class Meetings:
         self._here, self._plan, self._spec = here, plan, SyncSpec.parse(plan.sync)
         self.number = 0
         """Those that have begun."""
+        self._arrived, self._apart = 0, 0.0
+        """Parts that arrived in this process, and the sum of how far they were from the ranks' mean."""
         self.fragments = deal_fragments(model, optimizers, self._spec, plan.sync)
         codec = CodecSpec.parse(self._spec.codec(plan.codec))
         self._exchange = ChangeExchange(here, [each.parameters for each in self.fragments], plan, codec)
@@ -181,6 +184,7 @@ class Meetings:
             OtherThread.take(means.values())
         if not all(is_finite(each) for each in means.values()) and self._drops(fragment, optimizers):
             return
+        self._note(fragment, means)
         outer_step(fragment.outer, fragment.velocity, [means[name] for name in fragment.parameters], self._spec)
         for parameter, outer, sent in zip(
             fragment.parameters.values(), fragment.outer, fragment.sent, strict=True
@@ -190,6 +194,22 @@ class Meetings:
             else:
                 parameter.copy_(outer)
         fragment.sent = []
+
+    def _note(self, fragment: Fragment, means: Mapping[str, torch.Tensor]) -> None:
+        """Record how many meetings there were, and how far this rank was from the mean of all ranks."""
+        away = norm = 0.0
+        for name, outer, sent in zip(fragment.parameters, fragment.outer, fragment.sent, strict=True):
+            mean = outer - means[name]
+            away += float(torch.linalg.vector_norm(sent - mean)) ** 2
+            norm += float(torch.linalg.vector_norm(mean)) ** 2
+        self._arrived += 1
+        self._apart += (away / norm) ** 0.5 if norm else 0.0
+        apart = self._apart / self._arrived
+        facts: dict[str, SetupValue] = {
+            SETUP_SYNC: self._spec.to_text(), SETUP_MEETINGS: self._arrived // len(self.fragments),
+            SETUP_APART: apart if math.isfinite(apart) else None,
+        }  # fmt: skip
+        self._here.session.recorder.record(Setup(facts))
 
     def _drops(self, fragment: Fragment, optimizers: Sequence[Optimizer]) -> bool:
         """Return whether a mean with NaN is not used: the ranks go back to the averaged parameters."""

@@ -7,14 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.vocabulary.events import DataWait, Exchange, Started, StepDone
+from farandole.core.vocabulary.events import DataWait, Exchange, Setup, Started, StepDone
 from farandole.observe.diagnose import diagnose
+from farandole.observe.figures.summary import summarise
 from farandole.observe.record.event_writer import EventWriter
 
 STEPS, COMPUTE_SECONDS, MEETING_SECONDS, MEETING_BYTES = 60, 0.05, 0.2, 8_000_000
 
 
-def write_run(directory: Path, plan: dict[str, object], sent_bytes: int = MEETING_BYTES) -> Path:
+def write_run(
+    directory: Path, plan: dict[str, object], sent_bytes: int = MEETING_BYTES, meetings: int | None = None
+) -> Path:
     """Write a run of two ranks that meet after every fifth step."""
     directory.mkdir()
     facts = {
@@ -29,6 +32,8 @@ def write_run(directory: Path, plan: dict[str, object], sent_bytes: int = MEETIN
     for rank in range(2):
         writer = EventWriter(directory, rank)
         writer.record(Started(rank, 2, "h", 1, 0, 100.0, "2026-01-01"))
+        if meetings is not None:
+            writer.record(Setup({"sync": "local:H=5", "meetings": meetings, "meetings_apart": 0.01 * (1 + rank)}))
         at = 100.0
         for step in range(1, STEPS + 1):
             writer.record(DataWait(at, at + 1e-4, 4))
@@ -39,6 +44,15 @@ def write_run(directory: Path, plan: dict[str, object], sent_bytes: int = MEETIN
             writer.record(StepDone(step, at))
         writer.close()
     return directory
+
+
+@pytest.mark.parametrize(("count", "is_few"), [(1, True), (19, True), (20, False)])
+def test_few_meetings_are_a_warning(count: int, is_few: bool, tmp_path: Path) -> None:
+    notes = summarise(write_run(tmp_path / "run", {"sync": "local:H=5"}, meetings=count)).notes
+    times = "1 meeting" if count == 1 else f"{count} meetings"
+    assert f"sync local:H=5: {times}, where ranks were 1.50% apart from their mean" in "\n".join(notes)
+    assert any(note.startswith("warning:") for note in notes) == is_few
+    assert not any("meeting" in note for note in summarise(write_run(tmp_path / "other", {})).notes)
 
 
 def test_the_price_is_that_of_all_steps_and_fixes_make_meetings_rarer_or_smaller(tmp_path: Path) -> None:
