@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -10,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import farandole as fd
-from farandole.bench.cluster.budget import REST_SECONDS, StartMoment
 from farandole.bench.cluster.codecs import measure_codec_costs
 from farandole.bench.cluster.worker import measure
 from farandole.comm.autotune import probe
@@ -19,12 +21,12 @@ from farandole.core.cluster.cluster import OPERATIONS, Cluster
 from farandole.core.cluster.cluster_file import read_cluster
 from farandole.core.cluster.compare import figures_of
 from farandole.core.step_model.prediction import CANDIDATES
-from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_device_engine import simulated
 from tests.warm import run
 
-SECONDS = 8.0
+SECONDS, START_SECONDS = 8.0, 4.0
+"""For the measurements; and for the start of the command and its ranks, which comes on top."""
 
 
 @takes(90.0)
@@ -32,7 +34,7 @@ SECONDS = 8.0
 def test_all_phases_give_possible_figures() -> None:
     world = fd.init()
     with tempfile.TemporaryDirectory() as directory:
-        cluster = measure(world, "here", directory, REST_SECONDS + 2.0, StartMoment.now())
+        cluster = measure(world, "here", directory, 2.0)
         assert not list(Path(directory).iterdir()), "no measured file is left"
     require_possible(cluster)
 
@@ -55,28 +57,19 @@ def test_codecs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) 
     assert all_gather_json(world, "costs", repr(costs)) == [repr(costs)] * 2
 
 
-@ranks(2)
-def test_a_start_that_left_too_little_is_refused_on_all_ranks() -> None:
-    world = fd.init()
-    long_ago, now = StartMoment("", 0.0, time.time() - 1000.0), StartMoment.now()
-    with pytest.raises(
-        ConfigError, match=r"--seconds 100: starting the ranks took 16:4\d, .* at least --seconds 100[3-9]"
-    ):
-        measure(world, "here", ".", 100.0, now if world.rank else long_ago)
-
-
 @pytest.mark.full
 @pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_the_command_takes_the_time_that_it_is_given(tmp_path: Path) -> None:
     words = ("measure", "-np", "2", "--seconds", f"{SECONDS:g}", "--out", "two.toml", "--name", "here", "--json")
     took: list[float] = []
-    while not took or (min(took) >= 1.25 * SECONDS and len(took) < 3):  # something else may have used the machine
+    most = 1.25 * SECONDS + START_SECONDS
+    while not took or (min(took) >= most and len(took) < 3):  # something else may have used the machine
         begin = time.monotonic()
         done = run(tmp_path, *words, timeout=70)
         took.append(time.monotonic() - begin)
         assert done.returncode == 0, done.stderr
-    assert min(took) < 1.25 * SECONDS, took
+    assert min(took) < most, took
     for phase in ("compute", "collectives", "overlap", "codecs", "loader", "disk"):
         assert f"measuring {phase}" in done.stderr, done.stderr
     cluster = read_cluster(tmp_path / "two.toml")
@@ -84,6 +77,21 @@ def test_the_command_takes_the_time_that_it_is_given(tmp_path: Path) -> None:
     require_possible(cluster)
     left = [path.name for path in tmp_path.iterdir() if path.name != "two.toml"]
     assert not left, "no run directory and no measured file is left"
+
+
+@pytest.mark.full
+@pytest.mark.alone
+def test_a_busy_machine_is_named_in_the_output_and_in_the_file(tmp_path: Path) -> None:
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        done = run(tmp_path, "measure", "-np", "1", "--seconds", "3", "--out", "busy.toml", timeout=100)
+    finally:
+        for each in burners:
+            each.kill()
+            each.wait()
+    assert done.returncode == 0, done.stderr
+    assert "warning: other programs took " in done.stderr, done.stderr
+    assert "cores meanwhile" in read_cluster(tmp_path / "busy.toml").fingerprint["busy"]
 
 
 def require_possible(cluster: Cluster) -> None:

@@ -1,22 +1,12 @@
-"""The time of `farandole measure` by a clock that the test turns: shares of what is left, and budgets refused."""
+"""The time of `farandole measure` by a clock that the test turns: shares of what is left; and busy machines."""
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from farandole.bench.cluster.budget import (
-    LEAST_PHASES_SECONDS,
-    LEAST_SECONDS,
-    REST_SECONDS,
-    SHARES,
-    PhaseBudget,
-    StartMoment,
-    require_enough,
-)
+from farandole.bench.cluster.budget import SHARES, PhaseBudget
 from farandole.bench.cluster.overlap import _next_count
-from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.host.process_status import CoreTime, busy_machines
 
 
 class TurnedClock:
@@ -63,27 +53,26 @@ def test_ranks_take_the_answer_of_rank_0() -> None:
     assert budget.begin("loader") == pytest.approx(6.0 * 5 / 12)
 
 
-def test_a_start_that_took_too_long_is_refused_with_the_smallest_budget() -> None:
-    passed = LEAST_SECONDS - REST_SECONDS - LEAST_PHASES_SECONDS
-    assert passed > 2.9, "the least that the command line takes suffices with the slowest start that was measured"
-    assert require_enough(LEAST_SECONDS, passed - 1e-6) >= LEAST_PHASES_SECONDS
-    with pytest.raises(
-        ConfigError, match=r"--seconds 8: starting the ranks took 6 s.* at least --seconds 9$"
-    ) as info:
-        require_enough(8.0, 6.0)
-    assert require_enough(9.0, 6.0) > 0, info.value
+def of(machine_seconds: float, own_seconds: float, boot: str = "a") -> CoreTime:
+    return CoreTime(boot, 4, 10.0, machine_seconds, own_seconds)
 
 
-def test_the_moment_of_the_start_travels_in_a_word() -> None:
-    now = StartMoment.now()
-    assert StartMoment.parse(now.to_text()).machine == now.machine
-    ago = StartMoment(now.machine, now.monotonic_seconds - 30.0, now.wall_seconds + 1e6)
-    assert 30.0 <= StartMoment.parse(ago.to_text()).passed_seconds() < 90.0, "one machine has one clock"
-    elsewhere = StartMoment("another", now.monotonic_seconds + 1e6, time.time() - 30.0)
-    assert 30.0 <= elsewhere.passed_seconds() < 90.0
-    assert StartMoment("another", 0.0, time.time() + 1e6).passed_seconds() == 0.0
-    with pytest.raises(ValueError, match="unpack"):
-        StartMoment.parse("here")
+def test_what_other_programs_take_is_said_by_machine() -> None:
+    assert busy_machines([of(20.0, 10.0), of(20.0, 9.0)]) == "", "0.1 cores of 4 are little"
+    said = busy_machines([of(36.0, 10.0), of(36.0, 10.0)])
+    assert said == "other programs took 1.6 of 4 cores meanwhile: an idle machine gives more"
+    two = busy_machines([of(36.0, 10.0), of(30.0, 10.0, "b"), of(10.0, 10.0, "c")])
+    assert "took 2.6 of 4 cores and 2.0 of 4 cores meanwhile" in two
+    assert busy_machines([of(36.0, 10.0, "")]) == "", "a system that does not tell"
+
+
+def test_what_a_process_takes_itself_is_no_other_s() -> None:
+    begin = CoreTime.now()
+    while CoreTime.now().own_seconds < begin.own_seconds + 0.2:
+        pass
+    span = CoreTime.now().since(begin)
+    assert span.own_seconds >= 0.2
+    assert span.machine_seconds >= span.own_seconds - 0.05, "ticks of 10 ms"
 
 
 def test_rounds_of_overlap_become_shorter_where_they_take_too_long() -> None:

@@ -17,7 +17,6 @@ from ...core.cluster.limits import check_cluster
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ..measure.follow_job import account_of, follow_job, refusal
 from ..measure.launch_ranks import remove_unless_failed
-from .budget import StartMoment
 
 DEFAULT_SECONDS, MOST_SECONDS = 90.0, 3600.0
 _START_SECONDS = 90.0
@@ -28,23 +27,21 @@ _MOST_SHARE = 4.0
 def measure_cluster(
     words: Sequence[str], *, seconds: float, name: str, disk: str, say: Callable[[str], None]
 ) -> Cluster:
-    """Run the job on the hosts that `words`, options of ``farandole run``, name; it all takes about `seconds`.
+    """Run the job on the hosts that `words`, options of ``farandole run``, name; its phases take about `seconds`.
 
     Args:
         words: options that place the job, such as ``["-np", "2"]``.
-        seconds: for the start, all phases and the end.
+        seconds: for all phases together; the start of the ranks, and their end, come on top.
         name: of the cluster.
         disk: folder whose disk is measured, on the hosts that have it.
         say: is given lines of progress.
 
     Raises:
-        ConfigError: the job is refused for its options, the hosts have different numbers of ranks, or the start
-            left too little of `seconds`.
+        ConfigError: the job is refused for its options, or the hosts have different numbers of ranks.
         FarandoleError: a rank failed; the message is the launcher's, which names the logs.
     """
-    start = StartMoment.now()
     job = [sys.executable, "-m", "farandole.bench.cluster.worker", "--seconds", f"{seconds:g}"]
-    job += ["--start", start.to_text(), "--name", name, "--disk", disk]
+    job += ["--name", name, "--disk", disk]
     directory = Path(tempfile.mkdtemp(prefix="farandole-measure-"))
     code = 0
     try:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,11 @@ import torch
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import Cluster
+from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown
 from ..measure.machine import machine_facts
-from .budget import SHARES, PhaseBudget, StartMoment, require_enough
+from .budget import SHARES, PhaseBudget
 from .codecs import measure_codec_costs
 from .compute import measure_device
 from .exchanges import measure_tiers, open_tiers
@@ -32,25 +34,25 @@ def main() -> None:
     """Measure, and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, required=True)
-    parser.add_argument("--start", type=StartMoment.parse, required=True, help="when the command began")
     parser.add_argument("--name", required=True)
     parser.add_argument("--disk", required=True, help="folder whose disk is measured")
     options = parser.parse_args()
     world = init(progress=False)
-    cluster = measure(world, options.name, options.disk, options.seconds, options.start)
+    cluster = measure(world, options.name, options.disk, options.seconds)
     if world.rank == 0:
         _say({"result": dataclasses.asdict(cluster)})
     shutdown()
 
 
-def measure(world: World, name: str, directory: str, seconds: float, start: StartMoment) -> Cluster:
-    """Return what this world gives; called by all ranks. All of it takes about `seconds` from `start` on.
+def measure(world: World, name: str, directory: str, seconds: float) -> Cluster:
+    """Return what this world gives; called by all ranks. All phases together take about `seconds`.
 
     Raises:
-        ConfigError: the start left too little, or the hosts have different numbers of ranks; on all ranks.
+        ConfigError: the hosts have different numbers of ranks; on all ranks.
     """
     tiers = open_tiers(world)
-    phases = _Phases(world, [each for each in SHARES if each != "overlap" or world.size > 1], seconds, start)
+    phases = _Phases(world, [each for each in SHARES if each != "overlap" or world.size > 1], seconds)
+    begin = CoreTime.now()
     device, speeds = measure_device(world, phases.begin("compute"))
     facts: dict[str, Any] = {}
     costs = measure_tiers(world, tiers, phases.begin("collectives"))
@@ -62,6 +64,8 @@ def measure(world: World, name: str, directory: str, seconds: float, start: Star
     facts["loader_bytes_per_second"] = measure_loader(world, phases.begin("loader"))
     written, read = measure_disk(world, directory, phases.begin("disk"))
     phases.end()
+    own = dataclasses.asdict(CoreTime.now().since(begin))
+    busy = busy_machines([CoreTime(**each) for each in all_gather_json(world, "measure/busy", own)])
     return Cluster(
         name=name,
         device=device,
@@ -69,7 +73,7 @@ def measure(world: World, name: str, directory: str, seconds: float, start: Star
         disk_write_bytes_per_second=written,
         disk_read_bytes_per_second=read,
         rank_speeds=speeds,
-        fingerprint=fingerprint(world),
+        fingerprint={**fingerprint(world), **({"busy": busy} if busy else {})},
         **facts,
     )
 
@@ -95,14 +99,14 @@ def fingerprint(world: World) -> dict[str, str]:
 class _Phases:
     """The time of each phase, and lines of rank 0 that name it. See [Note: all ranks decide alike]."""
 
-    def __init__(self, world: World, names: Sequence[str], seconds: float, start: StartMoment) -> None:
-        self._world, self._seconds, self._start = world, seconds, start
-        passed = self._of_first(start.passed_seconds())
-        self._budget = PhaseBudget(names, require_enough(seconds, passed), agree=self._of_first)
+    def __init__(self, world: World, names: Sequence[str], seconds: float) -> None:
+        self._world, self._seconds, self._begin_seconds = world, seconds, time.monotonic()
+        self._budget = PhaseBudget(names, seconds, agree=self._of_first)
 
     def begin(self, phase: str) -> float:
         """Return the seconds of `phase`, which begins."""
-        self._show(f"measuring {phase}: {format_seconds(self._start.passed_seconds())} of about ")
+        passed = time.monotonic() - self._begin_seconds
+        self._show(f"measuring {phase}: {format_seconds(passed)} of about ")
         return self._budget.begin(phase)
 
     def end(self) -> None:

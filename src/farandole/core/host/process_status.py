@@ -1,4 +1,4 @@
-"""What the kernel says of a process in its status: memory that is resident, and what it does with signals.
+"""What the kernel says of a process: memory that is resident, what it does with signals, CPU time beside others'.
 
 And what this one may have: open files, memory.
 """
@@ -6,7 +6,11 @@ And what this one may have: open files, memory.
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..vocabulary.units import format_bytes
@@ -15,6 +19,60 @@ _PROC = Path("/proc")
 _KIB = 1024
 _MOST_FILES = 1 << 20
 """What kernels allow by default. A program that closes all it may have open, one by one, needs 0.2 s for them."""
+
+
+_BUSY_SHARE = 0.1
+"""Of a machine's cores, from which what other programs take is worth a word."""
+
+
+@dataclass(frozen=True)
+class CoreTime:
+    """CPU seconds of a machine since it started, and of this process with its children that have ended."""
+
+    boot: str
+    """The kernel's boot id, which tells machines apart; empty: not known."""
+    cores: int
+    at_seconds: float
+    machine_seconds: float
+    own_seconds: float
+
+    @classmethod
+    def now(cls) -> CoreTime:
+        """Return this moment."""
+        own = sum(
+            usage.ru_utime + usage.ru_stime
+            for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        )
+        machine, boot = 0.0, ""
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            words = (_PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
+            # User, nice, system, and what a hypervisor took; interrupts belong to no program.
+            machine = sum(int(words[at]) for at in (1, 2, 3, 8)) / os.sysconf("SC_CLK_TCK")
+            boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return cls(boot, os.cpu_count() or 1, time.monotonic(), machine, own)
+
+    def since(self, before: CoreTime) -> CoreTime:
+        """Return the differences to an earlier moment."""
+        return CoreTime(
+            self.boot, self.cores, self.at_seconds - before.at_seconds,
+            self.machine_seconds - before.machine_seconds, self.own_seconds - before.own_seconds,
+        )  # fmt: skip
+
+
+def busy_machines(spans: Sequence[CoreTime]) -> str:
+    """Return what other programs took of the machines' cores meanwhile, in words; empty: little, or not known.
+
+    `spans`: of all processes that were at work, each with `CoreTime.since`.
+    """
+    found = []
+    for boot in dict.fromkeys(span.boot for span in spans if span.boot):
+        own = [span for span in spans if span.boot == boot]
+        seconds = max(1e-9, *(span.at_seconds for span in own))
+        others = (max(span.machine_seconds for span in own) - sum(span.own_seconds for span in own)) / seconds
+        if others > _BUSY_SHARE * own[0].cores:
+            found.append(f"{min(others, own[0].cores):.1f} of {own[0].cores} cores")
+    where = " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
+    return f"other programs took {where} meanwhile: an idle machine gives more" if found else ""
 
 
 def resident_bytes() -> int | None:

@@ -318,7 +318,7 @@ SETUP_SHARES = "sample_shares"
 """Samples of a batch on each rank, with spaces, where the plan balances them: ``18 18 18 10``."""
 SETUP_SYNC, SETUP_MEETINGS, SETUP_APART = "sync", "meetings", "meetings_apart"
 """Of ranks that train on their own: the plan's `sync`, their meetings over the whole model until now, and how far
-this rank was from the ranks' mean at them: the norm of the difference over that of the mean, as a mean over them."""
+this rank was from the ranks' mean at them: the norm of the difference over that of the mean; a mean over them."""
 SETUP_TUNING = "tuning"
 """What `farandole tune` does from this step on, in words; empty when it is done."""
 SETUP_ARGUMENTS = "arguments"

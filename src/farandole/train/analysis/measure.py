@@ -27,7 +27,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...comm.device.accelerator import synchronize
+from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes
 from ...plan.model.profile import ModelProfile, ModelUnit, UnitTimes
 from ..memory.alike import foldable, skipped
@@ -74,6 +76,7 @@ def measure_units(profile: ModelProfile, timing: Timing) -> ModelProfile:
     """
     model, left_out = _make(profile, timing)
     sizes = _sizes(profile, model, left_out, timing.device)
+    begin = CoreTime.now()
     with _threads(timing.threads) as threads, neighbours(timing.neighbours, threads):
         kept, blocks = foldable(model)
         if left_out:
@@ -92,6 +95,9 @@ def measure_units(profile: ModelProfile, timing: Timing) -> ModelProfile:
         "date": time.strftime("%Y-%m-%d"),
         "torch": torch.__version__,
     }
+    if busy := busy_machines([CoreTime.now().since(begin)]):
+        measured["busy"] = busy
+        write_notice(f"warning: {busy}")
     return replace(profile, units=units, measured=measured)
 
 

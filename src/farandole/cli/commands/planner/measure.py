@@ -48,7 +48,12 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     made.add_argument("--out", metavar="FILE", help=f"file to write (default: {DEFAULT_FILE})")
     made.add_argument("--name", metavar="NAME", help="name of the cluster (default: that of its hosts, or preset)")
-    made.add_argument("--seconds", type=float, metavar="S", help="about how long it all takes (default: 90)")
+    made.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help="about how long, from the ranks' start (default: 90)",
+    )
     made.add_argument(
         "--preset", metavar="NAME",
         help="write published figures instead: a system (dgx-a100), a device, or DEVICE+NETWORK (a100+hdr-ib)",
@@ -88,6 +93,8 @@ def main(arguments: Sequence[str]) -> int:
     from ....bench.cluster.page import format_cluster
 
     print(json.dumps(dataclasses.asdict(cluster)) if options.json else format_cluster(cluster))
+    if busy := cluster.fingerprint.get("busy"):
+        write_notice(f"warning: {busy}")
     write_notice(f"written to {out}")
     return 0
 
