@@ -74,7 +74,7 @@ from tests.unit.cli.test_cli import call
         (["step", "--model", "huge"], "invalid choice: 'huge'"),
         (["step", "--set", "codec=int8"], 'contenders are codecs; for example: --contenders "ddp;none;int8"'),
         (["step", "--set", "bucket_byte=4MiB"], "--set: unknown key 'bucket_byte'; did you mean 'bucket_bytes'?"),
-        (["step", "--plan", "no.toml"], "cannot read no.toml"),
+        (["step", "--plan", "no.toml"], "there is no file no.toml"),
         (["scaling", "--np", "1,2", "--set", "codec=int9", "--", "true"], "did you mean 'int8'?"),
         (["scaling", "--np", "1,2", "--compare", "codec=int9", "--", "true"], "did you mean 'int8'?"),
         (["scaling", "--np", "1,2", "--compare", "int8", "--", "true"], "--compare 'int8': expected KEY=VALUE"),

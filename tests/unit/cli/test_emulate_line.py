@@ -68,7 +68,7 @@ def test_what_the_command_says_itself_comes_later(started: list[list[str]]) -> N
     ("words", "text"),
     [
         (["--set", "codce=int8", "--", "true"], "--set: unknown key 'codce'; did you mean 'codec'?"),
-        (["--plan", "no.toml", "--", "true"], "cannot read no.toml"),
+        (["--plan", "no.toml", "--", "true"], "there is no file no.toml"),
         (
             ["--run-dir", "x", "--", "farandole", "doctor"],
             "emulate: --run-dir is for a job, and `farandole doctor` starts none with a plan; leave it out",

@@ -49,6 +49,12 @@ def ends():
 def lazy():
     return nn.LazyLinear(3)
 
+def loss_alone(batch):
+    return batch.sum()
+
+def tokens():
+    return nn.Sequential(nn.Embedding(8, 64), nn.Linear(64, 4))
+
 def no_gradient():
     return nn.Flatten()
 
@@ -183,6 +189,11 @@ def test_without_a_batch_activations_are_unknown(capsys: pytest.CaptureFixture[s
         (["training_of_test"], "expected a function as module:function or file.py:function"),
         (["broken_of_test:make_model"], "SyntaxError: invalid syntax (broken_of_test.py:1)"),
         (["training_of_test:make_model", "--input", "32,65"], "the forward pass raised"),
+        (["training_of_test:tokens", "--input", "8,64"], "; give ids their type: --input 8,64:int64"),
+        (
+            ["training_of_test:make_model", "--input", "32,64", "--loss", "training_of_test:loss_alone"],
+            "--loss: loss_alone(batch) is called with two arguments, as loss(outputs, batch)",
+        ),
         (["training_of_test:make_model", "--input", "32,x"], "expected a shape and a type such as 8,128:int64"),
         (["training_of_test:make_model", "--input", "3:int65"], "did you mean 'int64'?"),
         (["training_of_test:make_model", "--input", "3,64", "--batch", "a:b"], "both give the batch"),

@@ -58,10 +58,13 @@ def test_plan_and_explain(here: Path, capsys: pytest.CaptureFixture[str]) -> Non
     plan = Plan.read("plan.toml")
     assert plan.tensor == 1
     assert plan.predicted["global_batch"] == 64
+    assert all(float(f"{each:.4g}") == each for name, each in plan.predicted.items() if name != "peak_bytes")
     assert run(["explain", "plan.toml"]) == 0
     assert capsys.readouterr().out == printed.out
     assert run(["explain", "plan.toml", "--json", "--html", "page.html"]) == 0
-    mapping = json.loads(capsys.readouterr().out)
+    page = capsys.readouterr()
+    assert "wrote page.html: memory against time, the mesh over the hosts, the schedule, and what" in page.err
+    mapping = json.loads(page.out)
     assert mapping["version"] == 1
     assert mapping["best"]["candidate"]["ranks"] == 8
     assert "<svg" in (here / "page.html").read_text()
@@ -114,9 +117,18 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "plan: --cluster is missing"),
-        (["--cluster", "cluster.toml"], "plan: --gpus is missing"),
-        (["--cluster", "cluster.toml", "--gpus", "8"], "plan: no model"),
+        ([], "plan: the model, --cluster and --gpus are missing; for example: farandole plan train:make_model"),
+        (["--cluster", "cluster.toml"], "plan: the model and --gpus are missing"),
+        (["model_to_plan:make_model", "--cluster", "cluster.toml"], "plan: --gpus is missing; say how many"),
+        (["--cluster", "cluster.toml", "--gpus", "8"], "plan: the model is missing; name its function"),
+        (
+            ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--precision", "fp8"],
+            "--precision fp8: no such precision; expected some of fp32, bf16, fp16, bf16-weights",
+        ),
+        (
+            ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--goal", "fast"],
+            "--goal fast: no such goal; expected one of ",
+        ),
         (
             ["model_to_plan:make_model", "--cluster", "cluster.toml", "--gpus", "8"],
             "there is no batch to plan for",

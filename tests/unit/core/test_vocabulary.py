@@ -124,12 +124,24 @@ def test_the_constructor_refuses_values_of_other_types(values: dict[str, Any], t
 
 
 @pytest.mark.parametrize(
+    "text",
+    ['{"*"="rows"}', '{"*" = "rows"}', '{"*": "rows"}', "{ '*' = 'rows' }"],
+)
+def test_a_table_on_the_command_line_is_json_or_toml(text: str) -> None:
+    plan = Plan.from_mapping({"tensor": "2", "tensor_recipe": text}, where="--set")
+    assert plan.tensor_recipe == {"*": "rows"}
+    for words in ('["a", "b"]', "['a', 'b']"):
+        cuts = Plan.from_mapping({"pipeline": "3", "pipeline_cuts": words}, where="--set").pipeline_cuts
+        assert cuts == ("a", "b")
+
+
+@pytest.mark.parametrize(
     ("name", "content", "text"),
     [
         ("plan.toml", "accumulate = = 2", "is not TOML"),
         ("plan.json", "{", "is not JSON"),
         ("plan.json", "[1]", "holds a list, expected a table"),
-        ("plan.toml", None, "cannot read"),
+        ("plan.toml", None, "there is no file .*plan.toml; farandole plan ... --out FILE writes one"),
     ],
 )
 def test_an_unreadable_plan(tmp_path: Path, name: str, content: str | None, text: str) -> None:

@@ -38,3 +38,13 @@ def test_diagnose_report_and_top_take_it(tmp_path: Path, monkeypatch: pytest.Mon
         json.loads(out)
     assert (new / "report.html").exists()
     assert not (old / "report.html").exists()
+
+
+def test_compare_takes_the_newest_two_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for when, name in enumerate(("z", "b", "a")):
+        os.utime(make_phased_run(tmp_path / "runs" / name) / RUN, (when, when))
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call("compare", "--json")
+    assert code == 0, err
+    assert "farandole: the newest two runs: runs/b and runs/a\n" in err
+    assert json.loads(out)

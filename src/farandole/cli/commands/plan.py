@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ...core.vocabulary.config import parse_settings
 from ...core.vocabulary.errors import ConfigError, PlanError
@@ -97,12 +98,21 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _search(options: argparse.Namespace) -> int:
-    for name, remedy in (("cluster", "name a file of farandole measure, or a preset: --cluster dgx-a100"),
-                         ("gpus", "say how many ranks there are: --gpus 8")):  # fmt: skip
-        if getattr(options, name) is None:
-            raise ConfigError(f"plan: --{name} is missing", remedy=remedy)
-    if options.target is None and options.profile is None:
-        raise ConfigError("plan: no model", remedy="name its function, module:make_model, or give --profile")
+    wanted = {
+        "the model": (
+            options.target or options.profile,
+            "name its function, module:make_model, or give --profile",
+        ),
+        "--cluster": (options.cluster, "name a file of farandole measure, or a preset: --cluster dgx-a100"),
+        "--gpus": (options.gpus, "say how many ranks there are: --gpus 8"),
+    }
+    missing = [name for name, (value, _) in wanted.items() if value is None]
+    if len(missing) == 1:
+        raise ConfigError(f"plan: {missing[0]} is missing", remedy=wanted[missing[0]][1])
+    if missing:
+        example = "farandole plan train:make_model --batch train:make_batch --cluster dgx-a100 --gpus 8"
+        said = f"{', '.join(missing[:-1])} and {missing[-1]} are missing"
+        raise ConfigError(f"plan: {said}", remedy=f"for example: {example}")
     chosen = {
         "goal": options.goal,
         "global_batch": options.global_batch,
@@ -118,6 +128,7 @@ def _search(options: argparse.Namespace) -> int:
         "effort": options.effort,
         "out": check_output("--out", options.out),
     }
+    _check(options, chosen)
     from ...train.planning.find_plan import find_plan
 
     answer = find_plan(
@@ -129,6 +140,14 @@ def _search(options: argparse.Namespace) -> int:
     if options.out and answer.best is not None:
         write_notice(f"wrote {options.out} and {file}; farandole explain {options.out} --html plan.html draws it")
     return 0 if answer.best is not None else ConfigError.exit_code
+
+
+def _check(options: argparse.Namespace, chosen: dict[str, Any]) -> None:
+    """Refuse what a search cannot be asked for, before torch and the model are loaded."""
+    keys = {"goal": "goal", "memory_bytes": "memory_bytes", "precisions": "precisions", "effort": "effort",
+            "fix": "fixed", "global_batch": "global_batch"}  # fmt: skip
+    given = {key: chosen[name] for name, key in keys.items() if chosen[name] is not None}
+    SearchRequest(**{"ranks": options.gpus, "global_batch": max(1, options.gpus), **given})
 
 
 def _draw(options: argparse.Namespace) -> int:

@@ -71,11 +71,13 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def read_request(options: argparse.Namespace, settings: HorovodSettings | None = None) -> JobRequest:
+def read_request(
+    options: argparse.Namespace, settings: HorovodSettings | None = None, *, starter: str = "run"
+) -> JobRequest:
     """Return the job that the options every job has describe; `settings` are those of horovodrun's flags."""
     settings = settings or HorovodSettings()
     check_size(options.size)
-    command = read_command(options.command)
+    command = read_command(options.command, starter=starter)
     return JobRequest(
         command, read_plan(options.plan, options.settings, settings.plan), options.size,
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,

@@ -6,6 +6,7 @@ the keys mean (that is the dataclass's own `__post_init__`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -50,10 +51,15 @@ PLAN_TABLES: Final = {
 """All keys of a plan, by table; "": in none."""
 
 
-def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError) -> dict[str, Any]:
-    """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not."""
+def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError, remedy: str = "") -> dict[str, Any]:
+    """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not.
+
+    `remedy`: what to do where there is no such file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise error(f"there is no file {path}", remedy=remedy) from None
     except (OSError, ValueError) as problem:
         raise error(f"cannot read {path}: {problem}") from None
     try:
@@ -169,12 +175,8 @@ def _convert_one(value: Any, option: Any, name: str) -> Any:
 
 
 def _convert_table(value: Any, kind: type) -> dict[str, Any] | None:
-    """Return a table of texts or of numbers, as `kind` says; as one text it is JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
+    """Return a table of texts or of numbers, as `kind` says; as one text it is JSON or TOML."""
+    value = _read_value(value)
     if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
         return None
     if kind is float:
@@ -184,16 +186,21 @@ def _convert_table(value: Any, kind: type) -> dict[str, Any] | None:
 
 
 def _convert_list(value: Any, *, takes_numbers: bool) -> tuple[str, ...] | None:
-    """Return a list of texts, or of whole numbers too, as a tuple of texts; as one text it is JSON."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return None
+    """Return a list of texts, or of whole numbers too, as a tuple of texts; as one text it is JSON or TOML."""
+    value = _read_value(value)
     if not isinstance(value, (list, tuple)):
         return None
     words = [str(each) if takes_numbers and type(each) is int else each for each in value]
     return tuple(words) if all(isinstance(each, str) for each in words) else None
+
+
+def _read_value(value: Any) -> Any:
+    """Return what a text holds as JSON, or as a plan file has it; the text itself where it is neither."""
+    if isinstance(value, str):
+        for read in (json.loads, lambda text: tomllib.loads(f"value = {text}")["value"]):
+            with contextlib.suppress(ValueError, RecursionError):
+                return read(value)
+    return value
 
 
 def _describe(option: Any) -> str:

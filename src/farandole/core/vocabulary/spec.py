@@ -43,6 +43,7 @@ RouteName = Literal["flat", "shared", "hierarchical"]
 _GONE_ROUTES = ("server", "sharded_server")
 _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 """Longer names Linux does not have."""
+_WRITES = "farandole plan ... --out FILE writes one; docs/plan.md has its keys, to write one by hand"
 
 
 @dataclass(frozen=True)
@@ -354,12 +355,12 @@ class Plan:
     @classmethod
     def read(cls, path: str | Path) -> Plan:
         """Read a plan from a ``.toml`` or ``.json`` file."""
-        return cls.from_mapping(read_mapping(Path(path), error=PlanError), where=str(path))
+        return cls.from_mapping(read_mapping(Path(path), error=PlanError, remedy=_WRITES), where=str(path))
 
     @classmethod
     def read_keys(cls, path: str | Path) -> dict[str, Any]:
         """Return the keys that a file gives, without its tables. Raises `PlanError` as `read` does."""
-        values = read_mapping(Path(path), error=PlanError)
+        values = read_mapping(Path(path), error=PlanError, remedy=_WRITES)
         cls.from_mapping(values, where=str(path))
         return flatten(values, PLAN_TABLES, where=str(path), error=PlanError)
 

@@ -17,11 +17,15 @@ _HOROVODS_TESTS = ("common_test.py", "test_common.py", "test_torch.py", "test_te
 """By which guides check an installation of Horovod."""
 
 
-def read_command(words: Sequence[str]) -> list[str]:
-    """Return the command to start; raise `ConfigError` if it cannot be what was meant."""
+def read_command(words: Sequence[str], *, starter: str = "run") -> list[str]:
+    """Return the command to start; raise `ConfigError` if it cannot be what was meant.
+
+    `starter`: the command of farandole that starts it, for an example.
+    """
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
-        raise ConfigError("no command was given", remedy="for example: farandole run -np 2 -- python train.py")
+        example = f"farandole {starter} -np 2 -- python train.py"
+        raise ConfigError("no command was given", remedy=f"for example: {example}")
     if command[0].endswith(".py"):
         command.insert(0, sys.executable)
     elif command[0] in ("python", "python3") and shutil.which(command[0]) is None:

@@ -13,10 +13,16 @@ RUNS = Path("runs")
 
 def newest_run(runs: Path = RUNS) -> Path:
     """Return the run in `runs` that was started last. Raises `DataError` where there is none."""
+    found = runs_by_start(runs)
+    if not found:
+        raise DataError(f"no RUN was given, and {runs}/ holds none", remedy="name a run directory")
+    return found[-1]
+
+
+def runs_by_start(runs: Path = RUNS) -> list[Path]:
+    """Return the runs in `runs`, the one that was started last at the end."""
     started: list[tuple[float, Path]] = []
     for path in runs.glob(f"*/{RUN}"):
         with suppress(OSError):  # it was removed meanwhile
             started.append((path.stat().st_mtime, path.parent))
-    if not started:
-        raise DataError(f"no RUN was given, and {runs}/ holds none", remedy="name a run directory")
-    return max(started)[1]
+    return [path for _, path in sorted(started)]

@@ -51,7 +51,7 @@ class SearchRequest:
 
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
-            raise PlanError(f"--goal {self.goal}: no such goal", remedy=did_you_mean(self.goal, GOALS))
+            raise PlanError(f"--goal {self.goal}: no such goal", remedy=f"expected one of {', '.join(GOALS)}")
         for name, value, most in (
             ("ranks", self.ranks, MOST_RANKS), ("global batch", self.global_batch, None),
             ("effort", self.effort, None),
@@ -70,9 +70,8 @@ class SearchRequest:
             raise PlanError(f"memory = {self.memory_bytes} bytes, expected more than 0")
         for precision in self.precisions:
             if precision not in PRECISIONS:
-                raise PlanError(
-                    f"--precision {precision}: no such precision", remedy=did_you_mean(precision, PRECISIONS)
-                )
+                expected = f"expected some of {', '.join(PRECISIONS)}"
+                raise PlanError(f"--precision {precision}: no such precision", remedy=expected)
         if self.fixed.get("weight_versions", 1) != 1:
             raise PlanError(
                 f"--fix weight_versions={self.fixed['weight_versions']} changes what is trained (gradients of "

@@ -15,6 +15,11 @@ from .request import SearchRequest
 Status = Literal["chosen", "slower", "does not fit", "impossible"]
 
 
+def _rounded(seconds: float) -> float:
+    """Return so many digits as a prediction has: its order is kept."""
+    return float(f"{seconds:.4g}")
+
+
 @dataclass(frozen=True)
 class PredictedPlan:
     """A plan and what is predicted of it."""
@@ -27,13 +32,13 @@ class PredictedPlan:
         """Return what the plan file says of a step, to be held to it."""
         candidate, prediction = self.candidate, self.prediction
         return {
-            STEP: prediction.seconds,
-            LOW: prediction.low_seconds,
-            HIGH: prediction.high_seconds,
+            STEP: _rounded(prediction.seconds),
+            LOW: _rounded(prediction.low_seconds),
+            HIGH: _rounded(prediction.high_seconds),
             PEAK: float(prediction.peak_bytes),
             RANKS: float(candidate.ranks),
             GLOBAL_BATCH: float(candidate.global_batch),
-            **{str(term): seconds for term, seconds in prediction.terms.items()},
+            **{str(term): _rounded(seconds) for term, seconds in prediction.terms.items()},
         }
 
     @property

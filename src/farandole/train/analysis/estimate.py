@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,9 +35,10 @@ def estimate(request: EstimateRequest) -> Estimate:
         device=request.device,
     )
     process = process_before_model() if request.device == "cpu" else UNKNOWN_PROCESS
-    if request.degrees:
-        return replace(_divided(request, question), process=process)
-    answer = probe(question)
+    with _ids_are_whole(request.inputs):
+        if request.degrees:
+            return replace(_divided(request, question), process=process)
+        answer = probe(question)
     memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
     return Estimate(request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory, process)
 
@@ -73,3 +76,15 @@ def _make_batch(request: EstimateRequest) -> Callable[[], Any] | None:
     for text in request.inputs:
         read_shape(text)
     return lambda: zeros_of(request.inputs)
+
+
+@contextlib.contextmanager
+def _ids_are_whole(texts: Sequence[str]) -> Iterator[None]:
+    """Say how a batch of ids is written where a model looks up what was given as shapes without a type."""
+    try:
+        yield
+    except ConfigError as problem:
+        untyped = next((text for text in texts if ":" not in text), None)
+        if untyped is None or not re.search(r"Long, Int|embedding|tensors used as indices", str(problem)):
+            raise
+        raise ConfigError(problem.message, remedy=f"give ids their type: --input {untyped}:int64") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -85,9 +86,25 @@ def _call(model: nn.Module, batch: Any) -> Any:
     return model(batch)
 
 
+def _check_loss(loss: Loss) -> None:
+    try:
+        signature = inspect.signature(loss)
+    except (TypeError, ValueError):  # of no Python function
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as problem:
+        name = getattr(loss, "__name__", type(loss).__name__)
+        raise ConfigError(
+            f"--loss: {name}{signature} is called with two arguments, as loss(outputs, batch): {problem}",
+            remedy=f"write it as: def {name}(outputs, batch): ...",
+        ) from None
+
+
 def scalar_loss(outputs: Any, batch: Any, loss: Loss | None) -> torch.Tensor:
     """Return the loss of what a model returned: see `forward_loss`. Raises `ConfigError` if it is no scalar."""
     if loss is not None:
+        _check_loss(loss)
         scalar = loss(outputs, batch)
     elif isinstance(getattr(outputs, "loss", None), torch.Tensor):
         scalar = outputs.loss

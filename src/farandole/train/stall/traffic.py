@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,8 +23,9 @@ def collectives_begun() -> int | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return 0
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     try:
-        return sum(group._get_sequence_number_for_group() for group in list(dist.distributed_c10d._world.pg_map))
+        return sum(group._get_sequence_number_for_group() for group in groups)
     except RuntimeError:
         return None
 

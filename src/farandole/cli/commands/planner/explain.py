@@ -24,6 +24,7 @@ _EXAMPLES = """\
   farandole explain plan.toml --json
   farandole explain plan.toml --batch-size --critical-batch 2048
 """
+_DRAWN = "memory against time, the mesh over the hosts, the schedule, and what a step consists of"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--critical-batch is for --batch-size", remedy="add --batch-size, or leave it out")
     if page is not None:
         write_page(answer, page, plan_name=path.name)
-        write_notice(f"wrote {page}")
+        write_notice(f"wrote {page}: {_DRAWN}; open it in a browser")
     if options.json:
         print(to_json(answer))
     elif page is None:

@@ -111,11 +111,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(options: argparse.Namespace) -> tuple[Plan, Cluster, ModelProfile, tuple[int, ...]]:
+    values = Plan.read_keys(options.plan) if options.plan else {}
     if not options.gpus:
         raise ConfigError("simulate: no number of ranks was given", remedy="add --gpus 8..1024")
     cluster_file, profile_file = (_beside(options, name) for name in ("cluster", "profile"))
     sizes = parse_sizes(options.gpus)
-    values = Plan.read_keys(options.plan) if options.plan else {}
     values |= parse_settings(options.set, error=PlanError)
     plan = Plan.from_mapping(values, where=options.plan or "--set")
     is_preset = "/" not in cluster_file and not Path(cluster_file).suffix and not Path(cluster_file).is_file()

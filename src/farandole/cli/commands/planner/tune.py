@@ -87,7 +87,7 @@ def main(arguments: Sequence[str]) -> int:
         names, options.allow_lossy, options.budget, options.trials, options.steps, not options.no_cache
     )
     _refuse_plan(options)
-    request = read_request(options)
+    request = read_request(options, starter="tune")
     environment = {**request.environment, TUNE: settings.to_text()}
     if options.backend is not None:
         environment[BACKEND] = options.backend

@@ -149,10 +149,10 @@ def loader_fixes(facts: LoaderFacts) -> tuple[list[str], list[Fix]]:
     saved = 0.0 if count is None else min(facts.wait_seconds, facts.step_seconds - facts.step_with(count))
     fixes = []
     if count is not None and saved >= max(LEAST_SHARE * facts.step_seconds, 0.1 * facts.wait_seconds):
-        more = "more workers" if now else "load batches in processes of their own, ahead of time"
+        where = "a process of its own" if count == 1 else f"{count} processes of their own"
         fixes.append(
             Fix(
-                f"{more}: {count}" + (f" instead of {now}" if now else ""),
+                f"{count} workers instead of {now}" if now else f"load batches ahead of time in {where}",
                 f"num_workers={count}, prefetch_factor=4, persistent_workers=True  # arguments of the DataLoader",
                 Gain(saved, _basis(facts, count)),
                 {"loader_workers": count},
