@@ -79,9 +79,10 @@ that gradients of a penalty on single rows are shards; 23 so that a pipeline see
 400 for preempted jobs that save, samples that end, refusals that all ranks raise, and gradients that a penalty
 gives to shards; 310 for servers whose disk is full, ranks that others need, servers that end with their job, and
 hostile manifests; 1,015 went: a second simulator of sizes and its roles, FSDP2 over segments, and what had no
-caller. 74 for GPT-2's linear layers in few bits and with adapters, and a word of what stays as it is; 8
-for sequences in a list as blocks; 17 for what a rank without memory is told; 54 for what a
-process has before its model, the command for what fits, and shapes of trials. 215 so that trainers of other packages save and load whole models and states of sharded ones, and refuse degrees that they cannot divide.
+caller. 153 for GPT-2's linear layers in few bits and with adapters, sequences in a list as blocks, and what a process
+has before its model; 215 for trainers of other packages that save whole models of sharded ones; 235 for fixes in the
+words of torch's wrappers, ranks at work that were called hanging, meetings, busy machines, and wrong lines; 214 for
+divided models, whose samples count once and whose exchanges are communication.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

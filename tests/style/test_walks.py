@@ -6,9 +6,9 @@ from pathlib import Path
 
 from tests.style.walks import walk_over_ssh
 
-MOST_ENTERED, MOST_CARRYING = 81, 15
+MOST_ENTERED, MOST_CARRYING = 82, 15
 """Of launcher, agents and ranks together. They may only be lowered, but for a new idea: degrees made 77 to 78,
-names of schedules and what a plan predicts 80, and when replicas agree 81."""
+names of schedules and what a plan predicts 80, when replicas agree 81, and degrees that are refused at once 82."""
 
 
 def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:

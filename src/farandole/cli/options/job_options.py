@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
+from ...core.vocabulary.degrees import degrees_of
 from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
 from ...launch.start.request import JobRequest
@@ -78,8 +79,11 @@ def read_request(
     settings = settings or HorovodSettings()
     check_size(options.size)
     command = read_command(options.command, starter=starter)
+    plan = read_plan(options.plan, options.settings, settings.plan)
+    if plan is not None and options.size is not None:
+        degrees_of(plan, options.size)  # refused before ranks start
     return JobRequest(
-        command, read_plan(options.plan, options.settings, settings.plan), options.size,
+        command, plan, options.size,
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,
         label=script_label(options.command), run_dir=options.run_dir,
     )  # fmt: skip

@@ -22,7 +22,7 @@ _MOST_FILES = 1 << 20
 
 
 _BUSY_SHARE = 0.1
-"""Of a machine's cores, from which what other programs take is worth a word."""
+"""The share of a machine's cores from which what other programs take is worth a word."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 from ...core.environ.env import inherited_environment
 from ...core.launchers.launcher_env import NodeInfo
 from ...core.launchers.node_env import read_node_info
-from ...core.vocabulary.degrees import degrees_of
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
 from ..job.cores import available_cores, bind_ranks, crowding_warnings, threads_per_rank
@@ -72,7 +71,7 @@ def place_job(request: JobRequest) -> PlacedJob:
     finder = find_hosts(request.remote)
     hosts = finder.find_all(request.hosts)
     if need_ssh(hosts):
-        return _with_degrees(_place_over_ssh(request, hosts))
+        return _place_over_ssh(request, hosts)
     has_no_effect = ("options about ssh have no effect: no host is reached by ssh",)
     notes = has_no_effect if request.remote != RemoteOptions() else ()
     request = replace(request, environment={**chosen_variables(request.remote), **request.environment})
@@ -86,14 +85,7 @@ def place_job(request: JobRequest) -> PlacedJob:
         )
     else:
         placed = _place_on_node(request, node)
-    return _with_degrees(replace(placed, notes=notes))
-
-
-def _with_degrees(placed: PlacedJob) -> PlacedJob:
-    """Return the job; raises `PlanError` where its plan's degrees do not make its number of ranks."""
-    if placed.request.plan is not None and placed.places:
-        degrees_of(placed.request.plan, placed.places[0].size)
-    return placed
+    return replace(placed, notes=notes)
 
 
 def chosen_variables(options: RemoteOptions) -> dict[str, str]:

@@ -25,7 +25,7 @@ def collectives_begun() -> int | None:
         return 0
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     try:
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return int(sum(group._get_sequence_number_for_group() for group in groups))
     except RuntimeError:
         return None
 
