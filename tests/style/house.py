@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 99_999
+CODE_LINES = 95_401
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -79,10 +79,10 @@ that gradients of a penalty on single rows are shards; 23 so that a pipeline see
 400 for preempted jobs that save, samples that end, refusals that all ranks raise, and gradients that a penalty
 gives to shards; 310 for servers whose disk is full, ranks that others need, servers that end with their job, and
 hostile manifests; 1,015 went: a second simulator of sizes and its roles, FSDP2 over segments, and what had no
-caller. 153 for GPT-2's linear layers in few bits and with adapters, sequences in a list as blocks, and what a process
-has before its model; 215 for trainers of other packages that save whole models of sharded ones; 235 for fixes in the
-words of torch's wrappers, ranks at work that were called hanging, meetings, busy machines, and wrong lines; 214 for
-divided models, whose samples count once and whose exchanges are communication.
+caller. 153 for GPT-2's linear layers in few bits and with adapters, sequences in a list as blocks, and what a
+process has before its model; 215 for trainers of other packages that save whole models of sharded ones; 235 for
+fixes in the words of torch's wrappers, ranks at work that were called hanging, meetings, busy machines, and wrong
+lines; 162 for divided models, whose samples count once and whose exchanges are communication.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
