@@ -19,7 +19,7 @@ from .rates import Rates, Spent
 from .stages import StageUnits
 from .units import UnitPass, is_block, wait_share
 
-_FACTS = 3
+_FACTS = 5
 _FACT_BYTES = 8
 """A small message at the end says, in float64, how many passes were made, and which parameters were used."""
 
