@@ -1,8 +1,7 @@
 """Exchanges inside of phases, of activations, stepped parameters and rows: what they cost beyond waiting.
 
 [Note: fewer ranks of a degree] With half as many ranks a model has half the samples of a step, as there are twice
-as many models. A ring of n ranks sends 2 (n - 1) / n of what is summed (Patarasuk and Yuan 2009), so half a degree
-sends (n - 2) / (2 (n - 1)) of what it sent. What is summed of gradients grows; that is not counted.
+as many models, in smaller rings (`core.step_model.comm_cost`). What is summed of gradients grows, uncounted.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ...core.step_model.comm_cost import ring_bytes
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import REST
 from ...core.vocabulary.units import format_bytes, format_seconds
@@ -73,7 +73,7 @@ def _fewer(table: StepTable, degree: str, seconds: float) -> list[Fix]:
         changes |= {name: value for name, value in _ALONE[degree].items() if plan.get(name, value) != value}
     if isinstance(plan.get("data"), int) and plan["data"] > 1:
         changes["data"] = REST
-    left = (ranks - 2) / (2 * (ranks - 1))
+    left = ring_bytes(0.5, half) / ring_bytes(1.0, ranks)
     gain = Gain(
         seconds * (1 - left),
         f"half the samples of a model and a ring of {half}: {left:.0%} of the bytes; the gradients' exchange "

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from ...comm.device.untraced import untraced
 from ...core.failures.positions import Kind, Position
 from .call_stack import (
     Stack,
@@ -45,6 +46,7 @@ class Sampler:
         """Collectives when the step began. None: not known."""
         self.reset()
 
+    @untraced
     def begin_step(self) -> None:
         """A step begins: what is exchanged from now on is its own. Called by the thread that trains."""
         self._begun = collectives_begun()

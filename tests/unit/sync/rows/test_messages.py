@@ -220,12 +220,16 @@ def test_a_table_that_is_opened_later_waits_for_no_rank_that_has_left() -> None:
 def test_a_push_weighs_by_the_samples_of_its_rank() -> None:
     made = table(optimizer="sgd:lr=1")
     first = rows_of(made, 3)
-    made._world = cast(
-        "World", SimpleNamespace(session=SimpleNamespace(batch_weight=SimpleNamespace(factor=0.25)))
+    recorded: list[Any] = []
+    session = SimpleNamespace(
+        batch_weight=SimpleNamespace(factor=0.25), recorder=SimpleNamespace(record=recorded.append)
     )
+    made._world = cast("World", SimpleNamespace(session=session))
     made(torch.tensor([1])).sum().backward()
     made.step()
     torch.testing.assert_close(rows_of(made, 3), first - torch.tensor([[0.0], [0.25], [0.0]]).double())
+    assert [each.degree for each in recorded] == ["rows"] * 3, "two pulls and a push"
+    assert all(each.sent_bytes > 0 for each in recorded)
 
 
 def test_a_rows_corrections_of_adam_are_of_its_own_steps() -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ....comm.world.comm_errors import translated
 from ....comm.world.world import World
+from ....core.step_model.comm_cost import ring_sent_bytes
 from ...instrument.inner_exchange import inner_exchange
 from ...mesh import Mesh
 
@@ -38,7 +39,7 @@ class TensorRanks:
         """Return the sum of `tensor` over the ranks, in its memory if it is contiguous."""
         tensor = tensor.contiguous()
         self._count("all_reduce", tensor)
-        with translated(self.part, f"all-reduce of {what}"), self._inner(2 * tensor.nbytes):
+        with translated(self.part, f"all-reduce of {what}"), self._inner(tensor.nbytes, 2):
             dist.all_reduce(tensor, op=op, group=self.group)
         return tensor
 
@@ -69,8 +70,8 @@ class TensorRanks:
             dist.reduce_scatter(out, pieces, group=self.group)
         return out
 
-    def _inner(self, whole_bytes: int) -> AbstractContextManager[None]:
-        return inner_exchange(self.part, DEGREE, whole_bytes * (self.size - 1) // self.size)
+    def _inner(self, nbytes: int, passes: int = 1) -> AbstractContextManager[None]:
+        return inner_exchange(self.part, DEGREE, ring_sent_bytes(nbytes, self.size, passes))
 
     def _count(self, kind: str, tensor: torch.Tensor) -> None:
         self.calls[kind] += 1
