@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 95_401
+CODE_LINES = 95_403
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -82,7 +82,7 @@ hostile manifests; 1,015 went: a second simulator of sizes and its roles, FSDP2 
 caller. 153 for GPT-2's linear layers in few bits and with adapters, sequences in a list as blocks, and what a
 process has before its model; 215 for trainers of other packages that save whole models of sharded ones; 235 for
 fixes in the words of torch's wrappers, ranks at work that were called hanging, meetings, busy machines, and wrong
-lines; 162 for divided models, whose samples count once and whose exchanges are communication.
+lines; 164 for divided models, whose samples count once and whose exchanges are communication.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
