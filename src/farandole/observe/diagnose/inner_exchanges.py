@@ -18,9 +18,8 @@ from .facts.evidence import LEAST_SHARE, confidence, format_cost
 from .facts.finding import Finding, Fix, Gain
 from .facts.proposals import command_with
 from .facts.step_table import StepTable
+from .finders.communication import INT8_SHARE
 
-_INT8_SHARE = 0.26
-"""Bytes of tokens in 8 bits, with a scale each, over those in float32."""
 _WORDS: Mapping[str, str] = {
     "tensor": "ranks that share layers exchange activations for",
     "context": "ranks that share sequences exchange keys and values for",
@@ -88,7 +87,7 @@ def _of_experts(table: StepTable, degree: str, seconds: float) -> list[Fix]:
     if table.records.plan.get("expert_codec", NONE) != NONE:
         return fewer
     changes = {"expert_codec": "int8"}
-    gain = Gain(seconds * (1 - _INT8_SHARE), "exposed time in proportion to the bytes of float32 tokens")
+    gain = Gain(seconds * (1 - INT8_SHARE), "exposed time in proportion to the bytes of float32 tokens")
     return [
         Fix("tokens that travel as 8-bit numbers", command_with(table.records, changes), gain, changes),
         *fewer,

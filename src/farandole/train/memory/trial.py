@@ -28,6 +28,7 @@ import torch
 
 from ...comm.device.accelerator import limit_memory, peak_bytes
 from ...core.failures.backend_texts import is_out_of_memory
+from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes
 from .optimizers import make_optimizer
@@ -159,19 +160,16 @@ def set_limit(limit_bytes: int | None, device: str) -> None:
         return
     if limit_memory(torch.device(device), limit_bytes):
         return
-    resident_bytes, data_bytes = _status("VmRSS"), _status("VmData")
-    if limit_bytes <= resident_bytes:
+    resident, data = resident_bytes(), data_bytes()
+    assert resident is not None, "the system tells what is resident"
+    assert data is not None, "and what the limit counts"
+    if limit_bytes <= resident:
         raise ConfigError(
-            f"a limit of {format_bytes(limit_bytes)} is below the {format_bytes(resident_bytes)} that "
+            f"a limit of {format_bytes(limit_bytes)} is below the {format_bytes(resident)} that "
             "Python, torch and Farandole take without a model"
         )
-    allowed = data_bytes + limit_bytes - resident_bytes
+    allowed = data + limit_bytes - resident
     resource.setrlimit(resource.RLIMIT_DATA, (allowed, allowed))
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def _is_memory(error: BaseException) -> bool:

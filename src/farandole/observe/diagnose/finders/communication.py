@@ -34,7 +34,7 @@ _LEAST_CODED_BYTES = 2**20
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
-_INT8_SHARE = 0.26
+INT8_SHARE = 0.26
 """Bytes of numbers in blocks of 8 bits, over those in float32."""
 _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
 """For connections of the backend, which are made before an option can be set."""
@@ -153,10 +153,10 @@ def _sharded(table: StepTable, usual: int, seconds: float, share: float) -> Find
     fixes = [_smaller(table, seconds / 3, "parameters whole on every rank: they travel once a step", zero=2)]
     is_host = setup.get(SETUP_SHARD_WITHIN) == "host"
     if not is_host and setup.get(SETUP_WEIGHT_CODEC) == NONE:
-        gain = seconds * 2 / 3 * (1 - _INT8_SHARE)
+        gain = seconds * 2 / 3 * (1 - INT8_SHARE)
         fixes.append(_smaller(table, gain, "parameters that travel as 8-bit numbers", weight_codec="int8"))
     if not is_host and setup.get(SETUP_CODEC) == NONE:
-        gain = seconds * 1 / 3 * (1 - _INT8_SHARE)
+        gain = seconds * 1 / 3 * (1 - INT8_SHARE)
         fixes.append(_smaller(table, gain, "gradients that travel as 8-bit numbers", codec="int8"))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     title = f"the exchange of parameters and gradients is not hidden: {format_cost(seconds, share)}"
