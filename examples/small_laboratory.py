@@ -12,7 +12,6 @@ states of the optimizer are in mapped files, whose pages the kernel may take bac
 """
 
 import argparse
-import ctypes
 import resource
 import tempfile
 from pathlib import Path
@@ -25,8 +24,6 @@ from torch.utils.data import DataLoader
 import farandole as fd
 from farandole.bench.data.text import load_text
 
-M_MMAP_THRESHOLD = -3
-"""The number of this option in mallopt(3)."""
 FULL_STATE_BYTES = 16
 """A parameter, its gradient, and Adam's two states, in float32."""
 
@@ -97,7 +94,6 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
     world = fd.init()
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)  # freed weights go back to the kernel at once
     fd.seed(0)
     depth = round(arguments.times * limit / FULL_STATE_BYTES / (12 * arguments.width**2))
     frozen = depth - round(depth * arguments.trained)

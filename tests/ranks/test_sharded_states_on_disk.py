@@ -92,7 +92,7 @@ def compare_with_memory(keys: dict[str, Any], folder: Path) -> None:
 def test_every_stage_trains_as_with_states_in_memory(tmp_path: Path) -> None:
     fd.init()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk_states, "CHUNK_BYTES", 3 * 4096)  # several chunks, some of several parameters
+        patch.setattr(disk_states, "STATE_CHUNK_BYTES", 3 * 4096)  # several chunks, some of several parameters
         for zero in (1, 2, 3):
             compare_with_memory({"zero": zero, "clip_norm": 0.5}, tmp_path)
         plan = (("offload", "disk"), ("offload_directory", str(tmp_path)), ("accumulate", 2))

@@ -15,16 +15,18 @@ each host, with a copy on every host. Activations depend on the batch of a rank,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..core.step_model.row_regions import gather_bytes, sum_regions
+from ..core.step_model.row_regions import disk_state_bytes, gather_bytes, sum_regions
 from ..core.vocabulary.spec import USUAL_BUCKET_BYTES
 
 STAGES = ("0", "1", "2", "3", "hybrid")
 PRECISIONS = ("fp32", "bf16", "bf16-weights")
 """fp32; bf16 by autocast, with weights as they are; and weights, gradients and optimizer states in bf16."""
 RECOMPUTE = ("none", "blocks")
+ADAPTER_RANK = 8
+"""That of `fd.low_rank_adapters` by default."""
 _SHARDS_OPTIMIZER, _SHARDS_GRADIENTS, _SHARDS_WEIGHTS = STAGES[1:], STAGES[2:], STAGES[3:]
 
 
@@ -91,6 +93,8 @@ class ModelFacts:
     """By precision."""
     activations: Mapping[tuple[str, str], ActivationFacts]
     """By precision and recomputation. One that is missing is unknown."""
+    lighter: Mapping[str, ModelFacts] = field(default_factory=dict)
+    """The same model frozen, with adapters or stored in few bits, by the name of what was done."""
 
 
 class Setting(NamedTuple):
@@ -178,6 +182,7 @@ def memory_of(
     ranks_per_host: int = 8,
     bucket_bytes: int = USUAL_BUCKET_BYTES,
     batch_factor: float = 1.0,
+    on_disk: bool = False,
 ) -> MemoryByCategory:
     """Return the memory of one rank.
 
@@ -187,6 +192,7 @@ def memory_of(
         ranks_per_host: over how many ranks "hybrid" shards, if there are as many.
         bucket_bytes: size of the gradients' buckets.
         batch_factor: the batch of a rank, relative to the one in `facts`.
+        on_disk: whether the states of the optimizer are in a file.
     """
     weights, optimizer = facts.weights[setting.precision], facts.optimizer[setting.precision]
     ranks = min(setting.ranks, ranks_per_host) if setting.stage == "hybrid" else setting.ranks
@@ -194,10 +200,13 @@ def memory_of(
         optimizer.state_bytes_per_element * weights.trainable_elements
         + optimizer.state_bytes_per_tensor * weights.trainable_tensors
     )
+    largest = optimizer.state_bytes_per_element * _largest_elements(weights)
     at_once = weights.trainable_elements if optimizer.updates_at_once else _largest_elements(weights)
     step = optimizer.temporary_bytes_per_element * at_once
     if setting.stage in _SHARDS_OPTIMIZER:
-        state, step = state / ranks, step / ranks
+        state, step, largest = state / ranks, step / ranks, largest / ranks
+    if on_disk:
+        state = disk_state_bytes(state, largest)
     weight_bytes, gradient_bytes = _weights_and_gradients(weights, setting.stage, ranks, bucket_bytes)
     activations = facts.activations.get((setting.precision, setting.recompute))
     saved = temporary = None

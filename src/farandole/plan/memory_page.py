@@ -15,13 +15,15 @@ from .memory_table import Choice, MemoryRow, rows_of
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 """What makes a text of a head and rows."""
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary")
+OFFLOAD = "offload"
 _KEYS_OF: dict[str, dict[str, str]] = {
     "0": {}, "1": {"zero": "1"}, "2": {"zero": "2"}, "3": {"zero": "3"},
     "hybrid": {"zero": "3", "shard_within": "host"},
     "fp32": {}, "bf16": {"precision": "bf16"}, "bf16-weights": {"precision": "bf16", "bf16_parameters": "true"},
-    "none": {}, "blocks": {"recompute": "blocks"},
+    "none": {}, "blocks": {"recompute": "blocks"}, OFFLOAD: {"offload": "disk"},
+    "int8": {"frozen_codec": "int8"}, "int4": {"frozen_codec": "int4"},
 }  # fmt: skip
-"""The keys of a plan that make a stage, a precision and recomputation."""
+"""The keys of a plan that make a stage, a precision, recomputation, and a model lighter without other code."""
 _SCALES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
@@ -87,10 +89,31 @@ class Estimate:
     memory: Callable[[Setting], MemoryByCategory]
     """The memory of a rank for its model."""
     process: ProcessMemory = UNKNOWN_PROCESS
+    lighter: Mapping[str, Callable[[Setting], MemoryByCategory]] = field(default_factory=dict)
+    """The same for what makes it lighter, by name: with states on a disk, frozen with adapters, in few bits."""
+
+    def lighter_rows(self) -> dict[str, list[MemoryRow]]:
+        """Return the rows of `np` ranks at the ends of the choice, by what makes the model lighter."""
+        choice, np = self.request.choice, self.request.np
+        settings = [Setting(stage, *end, np) for end in choice.ends() for stage in choice.stages]
+        return {
+            name: [
+                MemoryRow(each, memory(each), self.process.resident_bytes, self.whole_bytes) for each in settings
+            ]
+            for name, memory in self.lighter.items()
+        }
 
     def rows(self, ranks: Sequence[int]) -> list[MemoryRow]:
         """Return all chosen settings on each of these numbers of ranks."""
-        return rows_of(self.memory, self.request.choice, ranks, self.process.resident_bytes)
+        return rows_of(self.memory, self.request.choice, ranks, self.process.resident_bytes, self.whole_bytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """What a process has when its whole model is made, before it is divided or stored; 0: not counted."""
+        weights = self.facts.weights.get("fp32")
+        if weights is None or not self.process.resident_bytes:
+            return 0
+        return self.process.resident_bytes + weights.weight_bytes + weights.buffer_bytes
 
     def to_mapping(self) -> dict[str, Any]:
         """Return everything, in bytes, by name."""
@@ -106,6 +129,7 @@ class Estimate:
             "degrees": dict(request.degrees),
             "process": self.process._asdict(),
             "rows": [row.to_mapping() for row in self.rows(ranks)],
+            "lighter": {name: [row.to_mapping() for row in rows] for name, rows in self.lighter_rows().items()},
             "notes": self.notes,
         }
         if request.limit_bytes is not None:
@@ -123,6 +147,11 @@ class Estimate:
         rows = self.rows([request.np])
         if limit_bytes is None or any(row.fits(limit_bytes) for row in rows):
             return []
+        if limit_bytes < self.whole_bytes:
+            return [
+                f"does not fit into {format_bytes(limit_bytes)}: each rank makes the whole model first, and has "
+                f"{format_bytes(self.whole_bytes)} then; fd.freeze stores layers in few bits as they are made"
+            ]
         smallest = smallest_of(rows)
         stage, precision, recompute, ranks = smallest.setting
         needed_bytes, process_bytes = smallest.total_bytes, smallest.process_bytes
@@ -139,7 +168,14 @@ class Estimate:
             f"it would fit with {remedy.text}: {format_bytes(process_bytes + remedy.total_bytes)}"
             for remedy in found
         ]
-        if not found:
+        best = {name: smallest_of(each) for name, each in self.lighter_rows().items()}
+        fitting = {name: row for name, row in best.items() if row.fits(limit_bytes)}
+        lines += [
+            f"it would fit with {name}, at stage {row.setting.stage}, precision {row.setting.precision}, "
+            f"recompute {row.setting.recompute}: {format_bytes(row.total_bytes)}"
+            for name, row in fitting.items()
+        ]
+        if not found and not fitting:
             least = least_possible(self.facts, smallest.setting, request.choice)
             lines.append(
                 f"nothing makes it fit: {format_bytes(process_bytes + least.total_bytes)} with {least.text}"
@@ -150,10 +186,16 @@ class Estimate:
         """Return the command that trains by the first row that fits into the limit; "" without one."""
         request, limit_bytes = self.request, self.request.limit_bytes
         rows = self.rows([request.np]) if limit_bytes is not None else []
-        best = next((row.setting for row in rows if row.fits(limit_bytes or 0)), None)
+        ways = {"": rows, **(self.lighter_rows() if limit_bytes is not None else {})}
+        fitting = (
+            (row.setting, _KEYS_OF.get(name, {})) for name, each in ways.items() if not name or name in _KEYS_OF
+            for row in each if row.fits(limit_bytes or 0)
+        )  # fmt: skip
+        best, more = next(fitting, (None, {}))
         if best is None:
             return ""
         keys = {**request.degrees, **_KEYS_OF[best.stage], **_KEYS_OF[best.precision], **_KEYS_OF[best.recompute]}
+        keys |= more
         file = request.model.partition(":")[0]
         script = file if file.endswith(".py") else "SCRIPT.py"
         words = "".join(f"--set {name}={value} " for name, value in keys.items())
@@ -183,8 +225,12 @@ def format_page(estimate: Estimate, table: Table) -> str:
         f"{request.optimizer}; {estimate.blocks} blocks",
         _by_category(estimate, table),
     ]
-    parts += _by_ranks(estimate, table)
+    parts += _by_ranks(estimate, table) + _lighter(estimate, table)
     lines = estimate.advice() + [f"note: {note}" for note in estimate.notes]
+    every = [*estimate.rows([request.np]), *(row for rows in estimate.lighter_rows().values() for row in rows)]
+    if any(row.total_bytes < estimate.whole_bytes for row in every):
+        whole = format_bytes(estimate.whole_bytes)
+        lines.append(f"note: each rank makes the whole model before it is divided or stored: {whole}")
     if lines:
         parts.append("\n".join(lines))
     if command := estimate.command():
@@ -230,12 +276,40 @@ def _by_degrees(request: EstimateRequest) -> str:
     return f" ({' x '.join(f'{name} {size}' for name, size in sizes.items())}{most})"
 
 
+def _lighter(estimate: Estimate, table: Table) -> list[str]:
+    """Return a table of totals for each end of the choice, by what makes the model lighter, and what that is."""
+    lighter, ends = estimate.lighter_rows(), estimate.request.choice.ends()
+    if not lighter:
+        return []
+    plain = [row for row in estimate.rows([estimate.request.np]) if row.setting[1:3] in ends]
+    unit, scale = _scale(max(row.total_bytes for row in plain))
+    parts = []
+    for end in ends:
+        columns = [[row for row in each if row.setting[1:3] == end] for each in (plain, *lighter.values())]
+        lines = [
+            [rows[0].setting.stage, *(_three_figures(row.total_bytes / scale) for row in rows)]
+            for rows in zip(*columns, strict=True)
+        ]
+        text = table(["stage", "as above", *lighter], lines)
+        parts.append(
+            f"Total in {unit} on {estimate.request.np} ranks, precision {end[0]}, recompute {end[1]}, made "
+            f"lighter:\n\n{text}"
+        )
+    said = {
+        OFFLOAD: "--set offload=disk: states of the optimizer are in a file",
+        "adapters": 'all weights are frozen, with fd.low_rank_adapters(model, "*") beside its linear layers',
+        "int8, int4": "--set frozen_codec=int8, or int4",
+    }
+    names = ", ".join(lighter)
+    parts.append("\n".join(f"{name}: {text}" for name, text in said.items() if name.split(", ")[0] in names))
+    return parts
+
+
 def _by_ranks(estimate: Estimate, table: Table) -> list[str]:
     """Return one table of totals for the first chosen precision and recomputation, and one for the last."""
     choice, ranks = estimate.request.choice, estimate.request.ranks
-    ends = [(choice.precisions[0], choice.recompute[0]), (choice.precisions[-1], choice.recompute[-1])]
     parts = []
-    for precision, recompute in dict.fromkeys(ends):
+    for precision, recompute in choice.ends():
         rows = [row for row in estimate.rows(ranks) if row.setting[1:3] == (precision, recompute)]
         unit, scale = _scale(max(row.total_bytes for row in rows))
         by_stage = {

@@ -20,6 +20,8 @@ class MemoryRow:
     memory: MemoryByCategory
     process_bytes: int = 0
     """What the process has before its model."""
+    whole_bytes: int = 0
+    """What it has when its whole model is made, before that is divided."""
 
     @property
     def total_bytes(self) -> int:
@@ -28,7 +30,7 @@ class MemoryRow:
 
     def fits(self, limit_bytes: int) -> bool:
         """Whether a rank stays within the limit."""
-        return self.total_bytes <= limit_bytes
+        return max(self.total_bytes, self.whole_bytes) <= limit_bytes
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the setting and all bytes by name."""
@@ -45,13 +47,22 @@ class Choice:
     recompute: Sequence[str] = RECOMPUTE
     ranks_per_host: int = 8
 
+    def ends(self) -> list[tuple[str, str]]:
+        """Return the first precision and recomputation, and the last ones."""
+        both = [(self.precisions[0], self.recompute[0]), (self.precisions[-1], self.recompute[-1])]
+        return list(dict.fromkeys(both))
+
 
 def rows_of(
-    memory: Callable[[Setting], MemoryByCategory], choice: Choice, ranks: Iterable[int], process_bytes: int = 0
+    memory: Callable[[Setting], MemoryByCategory],
+    choice: Choice,
+    ranks: Iterable[int],
+    process_bytes: int = 0,
+    whole_bytes: int = 0,
 ) -> list[MemoryRow]:
     """Return the memory of all chosen settings on each of these numbers of ranks."""
     return [
-        MemoryRow(setting, memory(setting), process_bytes)
+        MemoryRow(setting, memory(setting), process_bytes, whole_bytes)
         for count in ranks
         for precision in choice.precisions
         for recompute in choice.recompute

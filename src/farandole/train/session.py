@@ -25,6 +25,7 @@ from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.environ.tune_settings import read_tune_settings
+from ..core.host.heap import keep_freed_memory
 from ..core.host.process_status import raise_descriptor_limit
 from ..core.host.uncaught import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
@@ -39,7 +40,6 @@ from ..parallel.instrument.device_figures import figures_of
 from ..parallel.instrument.predicted_facts import peak_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import watch_facts
-from .allocator import keep_freed_memory
 from .balance.balancer import OpenBalancer
 from .clock_sync import ClockSync, clock_name
 from .crash_report import CrashReport

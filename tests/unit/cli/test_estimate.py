@@ -102,6 +102,81 @@ def test_json_has_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["activations_bytes"] > 0, row
 
 
+FROZEN = """
+import torch
+from torch import nn
+import farandole as fd
+
+def make_model():
+    return nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)) for _ in range(4)))
+
+def make_frozen():
+    return make_model().requires_grad_(False).append(nn.Linear(512, 8))
+"""
+
+
+def test_what_makes_a_model_lighter_is_counted_as_it_is_stored(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "lab_of_test.py").write_text(FROZEN)
+    words = ["lab_of_test.py:make_model", "--input", "1,512", "--np", "2", "--ranks", "2"]
+    result = answer(capsys, *words)
+    lighter = {
+        name: {(row["stage"], row["precision"]): row for row in rows} for name, rows in result["lighter"].items()
+    }
+    assert list(lighter) == ["offload", "adapters", "adapters, int8", "adapters, int4"]
+    plain = {
+        (row["stage"], row["precision"], row["recompute"]): row for row in result["rows"] if row["ranks"] == 2
+    }
+    weights, biases, adapters = 8 * 512 * 512, 8 * 512, 8 * 2 * 8 * 512
+    alone = lighter["adapters"]["0", "fp32"]
+    assert alone["weights_bytes"] == 4 * (weights + biases + adapters)
+    assert alone["gradients_bytes"] == 4 * adapters
+    assert 8 * adapters <= alone["optimizer_bytes"] <= 8 * adapters + 16 * 8, "Adam's two states, and counts"
+    for codec, block_bytes, elements in (("int8", 64 + 4, 64), ("int4", 16 + 2, 32)):
+        row = lighter[f"adapters, {codec}"]["0", "fp32"]
+        assert row["weights_bytes"] == weights // elements * block_bytes + 4 * (biases + adapters)
+        assert row["temporary_bytes"] >= 4 * 512 * 512, "a weight that is decoded"
+    on_disk, states = lighter["offload"]["0", "fp32"], plain["0", "fp32", "none"]
+    assert states["optimizer_bytes"] > 16e6
+    assert on_disk["optimizer_bytes"] == min(2 * 2**24, states["optimizer_bytes"])
+    assert on_disk["weights_bytes"] == states["weights_bytes"]
+    result = answer(capsys, words[0].replace("make_model", "make_frozen"), *words[1:])
+    assert list(result["lighter"]) == ["offload", "int8", "int4"], "it is frozen already"
+
+
+def test_states_on_a_disk_are_two_chunks_and_the_command_has_them(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "lab_of_test.py").write_text(FROZEN.replace("512", "1280"))
+    words = ["lab_of_test.py:make_model", "--input", "1,1280", "--np", "1", "--ranks", "1", "--precision", "fp32"]
+    (row,) = [
+        row
+        for row in answer(capsys, *words)["lighter"]["offload"]
+        if row["stage"] == "0" and row["recompute"] == "none"
+    ]
+    assert row["optimizer_bytes"] == 2 * 2**24, "of 105 MB"
+    result = answer(capsys, *words, "--memory", f"{row['total_bytes'] + 1_000_000}")
+    assert "it would fit with offload, at stage" in "\n".join(result["advice"])
+    assert result["command"].startswith("farandole run -np 1 ")
+    assert "--set offload=disk" in result["command"]
+    assert run(["estimate", *words, "--memory", "350MB"]) == 0
+    assert (
+        "does not fit into 350 MB: each rank makes the whole model first, and has 383 MB then"
+        in capsys.readouterr().out
+    )
+    assert run(["estimate", *words]) == 0
+    page = capsys.readouterr().out
+    assert "note: each rank makes the whole model before it is divided or stored: 383 MB" in page
+    assert "offload: --set offload=disk" in page
+
+
+def test_an_optimizer_without_states_has_none_on_a_disk(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "lab_of_test.py").write_text(FROZEN)
+    words = ["lab_of_test.py:make_model", "--input", "1,512", "--optimizer", "sgd"]
+    assert "offload" not in answer(capsys, *words)["lighter"]
+
+
 @pytest.mark.usefixtures("here")
 def test_shapes_say_what_the_batch_function_says(capsys: pytest.CaptureFixture[str]) -> None:
     with_function = answer(capsys, "training_of_test.py:make_model", "--batch", "training_of_test.py:make_batch")
@@ -111,12 +186,12 @@ def test_shapes_say_what_the_batch_function_says(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("here")
 def test_the_page_is_at_most_100_columns_wide(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["training_of_test:make_model", "--input", "32,64", "--loss", "training_of_test:loss"]
-    assert run(["estimate", *words, "--memory", "331.4MB"]) == 0
+    words = ["training_of_test:make_model", "--input", "4096,64", "--loss", "training_of_test:loss"]
+    assert run(["estimate", *words, "--memory", "333MB"]) == 0
     page = capsys.readouterr().out
     assert max(len(line) for line in page.split("does not fit")[0].splitlines()) <= 100, page
-    assert page.count("\nhybrid ") == 8, "6 rows of the table by category, and one of each table of totals"
-    assert "does not fit into 331 MB on 8 ranks" in page
+    assert page.count("\nhybrid ") == 10, "6 rows of the table by category, and one of each table of totals"
+    assert "does not fit into 333 MB on 8 ranks" in page
     assert "too much" in page
     assert "it would fit with" in page
 
@@ -134,7 +209,7 @@ def test_a_limit_marks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_page_counts_the_process_and_ends_with_the_command_of_what_fits(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["training_of_test.py:make_model", "--input", "32,64", "--np", "4"]
+    words = ["training_of_test.py:make_model", "--input", "4096,64", "--np", "4"]
     rows = {
         (row["stage"], row["precision"], row["recompute"]): row
         for row in answer(capsys, *words, "--ranks", "4")["rows"]
@@ -156,8 +231,8 @@ def test_the_page_counts_the_process_and_ends_with_the_command_of_what_fits(
         ], page  # fmt: skip
     assert run(["estimate", *words, "100MB"]) == 0, "less than the process has"
     page = capsys.readouterr().out
-    assert "does not fit into 100 MB on 4 ranks" in page
-    assert "nothing makes it fit: 331 MB" in page
+    assert "does not fit into 100 MB: each rank makes the whole model first, and has 332 MB then" in page
+    assert "it would fit" not in page
 
 
 def test_the_process_is_what_is_resident_with_the_modules_of_a_rank() -> None:

@@ -85,7 +85,7 @@ def mapped(optimizer: Optimizer) -> list[bool]:
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_the_same_bits_as_in_memory(kind: str, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_states, "CHUNK_BYTES", 3 * 4096)  # several chunks, some of several parameters
+    monkeypatch.setattr(disk_states, "STATE_CHUNK_BYTES", 3 * 4096)  # several chunks, some of several parameters
     jobs = []
     for plan in (fd.Plan(), plan_of(disk)):
         model = model_of()

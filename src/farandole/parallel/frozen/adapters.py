@@ -73,6 +73,18 @@ def low_rank_adapters(
     return made
 
 
+def adaptable(model: nn.Module, rank: int) -> list[str]:
+    """Return the names of the linear layers that can take adapters of this rank."""
+    return [
+        name
+        for name, each in model.named_modules()
+        if _is_linear(each)
+        and not hasattr(each, DOWN)
+        and not isinstance(each, NonDynamicallyQuantizableLinear)
+        and rank <= min(features_of(each))
+    ]
+
+
 def _is_linear(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) or is_transposed(layer)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 
 from ...comm.world.store_sync import all_gather_json
@@ -21,6 +22,8 @@ from .block_codes import FORMS
 from .frozen_weight import FrozenWeight, as_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KINDS = (nn.Parameter, FakeTensor)
+"""Parameters as users make them, and those of an estimate."""
 _NOTABLE_SHARE = 0.1
 """What is less of the frozen bytes, or of those of the kind of layers that has most, is not said."""
 _NAMES = 4
@@ -134,7 +137,7 @@ def _fits(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:
-    return type(parameter) is nn.Parameter and parameter.dtype in _DTYPES and parameter.layout == torch.strided
+    return type(parameter) in _KINDS and parameter.dtype in _DTYPES and parameter.layout == torch.strided
 
 
 def _none_fits(model: nn.Module) -> str:

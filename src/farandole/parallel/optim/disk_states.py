@@ -28,14 +28,13 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.host.heap import trim_heap
+from ...core.host.heap import give_back_freed_memory, trim_heap
+from ...core.step_model.row_regions import STATE_CHUNK_BYTES
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
 from .disk_file import DEFAULT_DIRECTORY, PAGE_BYTES, DiskFile, why_unusable
 
-CHUNK_BYTES = 16 * 2**20
-"""States that are in use at once, or those of one parameter."""
 KINDS = (Adam, AdamW, SGD, Adagrad, RMSprop)
 """Optimizers whose update is elementwise and goes over the groups once."""
 _EXPECTED_CPU = "expected the CPU"
@@ -76,6 +75,7 @@ def reserve_states(
             if _EXPECTED_CPU in answers[failed[0]]
             else 'set offload_directory to a directory on a disk with room, or offload = "none"',
         )
+    give_back_freed_memory()  # what the heap keeps may be more than the states; see its [Note: freed memory stays]
     return made
 
 
@@ -249,7 +249,7 @@ class DiskStates:
         nbytes = 0
         for held, parameter in zip(group["params"], whole, strict=True):
             size = self._bytes_of(optimizer, group, parameter)
-            if chunk and nbytes + size > CHUNK_BYTES:
+            if chunk and nbytes + size > STATE_CHUNK_BYTES:
                 yield chunk
                 chunk, nbytes = [], 0
             chunk.append((held, parameter))

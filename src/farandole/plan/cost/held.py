@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from ...core.step_model.row_regions import disk_state_bytes
 from ..candidate import Candidate
 from ..memory import ActivationFacts, MemoryByCategory, ModelFacts, RankPart, Setting, memory_of, part_of
 from ..model.profile import ModelProfile, ModelUnit
@@ -111,7 +112,7 @@ def _with_the_rest(
     states = memory.optimizer_bytes + round(experts * optimizer)
     if layout.plan.offload == "disk":
         weights = facts.weights[setting.precision]
-        states = min(states, round(optimizer * weights.largest_tensor_bytes / max(1.0, element)))
+        states = disk_state_bytes(states, optimizer * weights.largest_tensor_bytes / max(1.0, element))
     temporary = memory.temporary_bytes
     return replace(
         memory,

@@ -15,7 +15,7 @@ from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError
 from ...plan.answer.by_degrees import DividedModel
 from ...plan.memory import memory_of
-from ...plan.memory_page import UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
+from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
 from ..memory.probe import Question, probe
 from ..memory.shapes import read_shape, zeros_of
 from ..memory.trial import be_like_a_rank
@@ -33,6 +33,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         loss=load_function(request.loss, what="--loss") if request.loss else None,
         optimizer=request.optimizer,
         device=request.device,
+        lighter=[] if request.degrees else request.choice.ends(),
     )
     process = process_before_model() if request.device == "cpu" else UNKNOWN_PROCESS
     with _ids_are_whole(request.inputs):
@@ -40,7 +41,15 @@ def estimate(request: EstimateRequest) -> Estimate:
             return replace(_divided(request, question), process=process)
         answer = probe(question)
     memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
-    return Estimate(request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory, process)
+    has_states = all(each.state_bytes_per_element for each in answer.facts.optimizer.values())
+    on_disk = {OFFLOAD: partial(memory, on_disk=True)} if has_states and request.device == "cpu" else {}
+    lighter = on_disk | {
+        name: partial(memory_of, facts, ranks_per_host=request.choice.ranks_per_host)
+        for name, facts in answer.facts.lighter.items()
+    }
+    return Estimate(
+        request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory, process, lighter
+    )
 
 
 def process_before_model() -> ProcessMemory:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
-from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, WeightFacts
+from ...parallel.frozen.adapters import adaptable, low_rank_adapters
+from ...parallel.frozen.block_codes import FORMS
+from ...parallel.frozen.encode_model import encode_weights, frozen_weights, stored_tensors
+from ...plan.memory import ADAPTER_RANK, PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, WeightFacts
 from .alike import activations_of
 from .fake_pass import fake_mode, make_fake, needs_values
 from .optimizers import optimizer_facts
@@ -32,6 +36,8 @@ class Question:
     device: str = "cpu"
     precisions: Sequence[str] = PRECISIONS
     recompute: Sequence[str] = RECOMPUTE
+    lighter: Sequence[tuple[str, str]] = ()
+    """Precisions and recomputations for which the model is also run frozen: with adapters, and in few bits."""
     fold: bool = False
     """Whether passes run some of the blocks that are alike, and their figures are carried on to all."""
 
@@ -69,7 +75,13 @@ def probe(question: Question) -> Answer:
             answer.blocks = len(repeated_blocks(model))
             if question.make_batch is None:
                 continue
-            _run_passes(question, precision, model, answer, activations)
+            for recompute in question.recompute:
+                _run_passes(question, (precision, recompute), model, answer, activations)
+    lighter: dict[str, _Lighter] = {}
+    for precision, recompute in question.lighter:
+        _probe_lighter(question, (precision, recompute), answer, lighter)
+    found = {name: ModelFacts(each.weights, optimizer, each.activations) for name, each in lighter.items()}
+    answer.facts = replace(answer.facts, lighter=found)
     if question.make_batch is None:
         _note(answer, "activations are unknown: give the batch of a rank with --input or --batch")
     if not answer.blocks and "blocks" in question.recompute:
@@ -88,14 +100,14 @@ def weight_facts(model: nn.Module) -> WeightFacts:
     blocks = [list(block.parameters()) for _, block in repeated_blocks(model)]
     inside = {id(each) for block in blocks for each in block}
     return WeightFacts(
-        weight_bytes=_bytes(parameters),
+        weight_bytes=_bytes(stored_tensors(parameters)),
         buffer_bytes=_bytes(list(model.buffers())),
         trainable_bytes=_bytes(trainable),
         trainable_elements=sum(each.numel() for each in trainable),
         trainable_tensors=len(trainable),
         largest_tensor_bytes=max((each.nbytes for each in trainable), default=0),
-        outside_blocks_bytes=_bytes([each for each in parameters if id(each) not in inside]),
-        largest_block_bytes=max((_bytes(block) for block in blocks), default=0),
+        outside_blocks_bytes=_bytes(stored_tensors([each for each in parameters if id(each) not in inside])),
+        largest_block_bytes=max((_bytes(stored_tensors(block)) for block in blocks), default=0),
     )
 
 
@@ -133,24 +145,59 @@ def make_on_meta(make_model: Callable[[], nn.Module], notes: list[str]) -> nn.Mo
 
 def _run_passes(
     question: Question,
-    precision: str,
+    setting: tuple[str, str],
     model: nn.Module,
     answer: Answer,
     activations: dict[tuple[str, str], ActivationFacts],
 ) -> None:
     assert question.make_batch is not None, "without a batch there is no pass"
-    for recompute in question.recompute:
-        try:
-            with errors_of_user("making the batch"), torch.device(question.device):
-                batch = batch_in(weight_type(precision), question.make_batch())
-            with recomputed(model, recompute):
-                activations[precision, recompute] = activations_of(
-                    model, batch, question.loss, device=question.device, precision=precision, fold=question.fold
-                )
-        except Exception as error:
-            if not needs_values(error):
-                raise
-            _note(answer, f"activations are unknown, as the model reads values of tensors: {describe(error)}")
+    precision, recompute = setting
+    try:
+        with errors_of_user("making the batch"), torch.device(question.device):
+            batch = batch_in(weight_type(precision), question.make_batch())
+        with recomputed(model, recompute):
+            activations[setting] = activations_of(
+                model, batch, question.loss, device=question.device, precision=precision, fold=question.fold
+            )
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        _note(answer, f"activations are unknown, as the model reads values of tensors: {describe(error)}")
+
+
+class _Lighter(NamedTuple):
+    weights: dict[str, WeightFacts]
+    activations: dict[tuple[str, str], ActivationFacts]
+
+
+def _probe_lighter(
+    question: Question, setting: tuple[str, str], answer: Answer, lighter: dict[str, _Lighter]
+) -> None:
+    """Add the facts of the model with its frozen weights in few bits; with adapters where nothing is frozen."""
+    for codec in (NONE, *FORMS):
+        model = make_on_meta(question.make_model, answer.notes)
+        with fake_mode():
+            make_fake(model, question.device, weight_type(setting[0]))
+            names = []
+            if all(each.requires_grad for each in model.parameters()):
+                layers = adaptable(model, ADAPTER_RANK)
+                model.requires_grad_(False)
+                if not layers:
+                    return
+                low_rank_adapters(model, layers, rank=ADAPTER_RANK)
+                names.append("adapters")
+            if codec != NONE:
+                found = dict(frozen_weights(model))
+                if not found:
+                    return
+                encode_weights(found, codec, ())
+                names.append(codec)
+            if not names:
+                continue
+            facts = lighter.setdefault(", ".join(names), _Lighter({}, {}))
+            facts.weights[setting[0]] = weight_facts(model)
+            if question.make_batch is not None:
+                _run_passes(question, setting, model, answer, facts.activations)
 
 
 def _note(answer: Answer, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The allocator is told to keep freed memory, unless the user has tuned it."""
+"""The allocator is told to keep freed memory, unless the user has tuned it or has set a limit."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import sys
 import pytest
 
 from farandole.core.environ.env import allocator_is_tuned
-from farandole.train.allocator import keep_freed_memory
+from farandole.core.host.heap import keep_freed_memory
 
 # Frees 64 MiB at the top of the heap, several times, and counts the page faults of taking it again.
 FAULTS = """
 import resource, torch
-from farandole.train.allocator import keep_freed_memory
+from farandole.core.host.heap import keep_freed_memory
 if {keep}:
     assert keep_freed_memory()
 for i in range(12):
@@ -50,3 +50,35 @@ def test_what_the_user_tuned_stays(variables: dict[str, str], monkeypatch: pytes
     assert not keep_freed_memory()
     for name in variables:
         monkeypatch.delenv(name)
+
+
+HELD = """
+import resource, torch
+import farandole as fd
+from farandole.core.host.heap import keep_freed_memory
+from farandole.core.host.process_status import resident_bytes
+{prepare}
+blocks = [torch.ones(1 << 22) for _ in range(16)]
+last = torch.ones(1)
+before = resident_bytes()
+del blocks
+print(before - resident_bytes())
+"""
+LIMITED = "resource.setrlimit(resource.RLIMIT_DATA, (1 << 33, 1 << 33)); assert not keep_freed_memory()"
+ON_DISK = """
+fd.init()
+layer = torch.nn.Linear(8, 8)
+fd.distribute(layer, torch.optim.Adam(layer.parameters()), fd.Plan(offload="disk"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("prepare", "is_kept"), [("assert keep_freed_memory()", True), (LIMITED, False), (ON_DISK, False)]
+)
+def test_freed_memory_goes_back_where_less_memory_is_asked_for(prepare: str, is_kept: bool) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", HELD.format(prepare=prepare)],
+        check=True, capture_output=True, text=True, env=environment,
+    )  # fmt: skip
+    assert (int(done.stdout) < 50e6) is is_kept, "of 268 MB"
