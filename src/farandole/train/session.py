@@ -25,7 +25,7 @@ from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.environ.tune_settings import read_tune_settings
-from ..core.host.heap import keep_freed_memory
+from ..core.host.heap import give_back_freed_memory, keep_freed_memory
 from ..core.host.process_status import raise_descriptor_limit
 from ..core.host.uncaught import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
@@ -109,7 +109,6 @@ def init(
     place = None if directory is None else Path(directory)
     _watch_forks()
     _crashes.open(place)
-    keep_freed_memory()
     if read_core_shares() is not None:  # torch takes the cores of a bound rank for the whole machine
         warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
 
@@ -170,6 +169,10 @@ class TrainSession:
         if here.size > 1:
             self._undistributed = UndistributedWatch(here)
         plan = resolve_plan(None)
+        if plan.offload == "disk":
+            give_back_freed_memory()  # before the model is made: what is kept by then has gaps
+        else:
+            keep_freed_memory()
         here.session.stall_seconds = plan.stall_seconds
         here.session.degrees = degrees_of(plan, here.size)
         self._stall = StallWatcher(here, self._directory, _crashes.stacks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -65,6 +66,12 @@ del blocks
 print(before - resident_bytes())
 """
 LIMITED = "resource.setrlimit(resource.RLIMIT_DATA, (1 << 33, 1 << 33)); assert not keep_freed_memory()"
+LAUNCHED_ON_DISK = """
+import os
+open("plan.toml", "w").write(fd.Plan(offload="disk").to_toml())
+os.environ["FARANDOLE_PLAN"] = "plan.toml"
+fd.init()
+"""
 ON_DISK = """
 fd.init()
 layer = torch.nn.Linear(8, 8)
@@ -73,12 +80,16 @@ fd.distribute(layer, torch.optim.Adam(layer.parameters()), fd.Plan(offload="disk
 
 
 @pytest.mark.parametrize(
-    ("prepare", "is_kept"), [("assert keep_freed_memory()", True), (LIMITED, False), (ON_DISK, False)]
+    ("prepare", "is_kept"),
+    [("assert keep_freed_memory()", True), (LIMITED, False), (LAUNCHED_ON_DISK, False), (ON_DISK, False)],
+    ids=["plain", "limited", "launched", "distributed"],
 )
-def test_freed_memory_goes_back_where_less_memory_is_asked_for(prepare: str, is_kept: bool) -> None:
+def test_freed_memory_goes_back_where_less_memory_is_asked_for(
+    prepare: str, is_kept: bool, tmp_path: Path
+) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_") and k != "LD_PRELOAD"}
     done = subprocess.run(
         [sys.executable, "-c", HELD.format(prepare=prepare)],
-        check=True, capture_output=True, text=True, env=environment,
+        cwd=tmp_path, check=True, capture_output=True, text=True, env=environment,
     )  # fmt: skip
     assert (int(done.stdout) < 50e6) is is_kept, "of 268 MB"
