@@ -38,7 +38,6 @@ def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
         ({"codec": "powersgd:2"}, "codec 'powersgd:rank=2'"),
         ({"codec_for": {"first": "bf16"}}, "codec 'bf16'"),
         ({"codec": "auto", "lossy": True}, "codec 'auto'"),
-        ({"ranks_per_switch": 2}, "switches"),
     ],
     ids=str,
 )

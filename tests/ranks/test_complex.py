@@ -88,11 +88,6 @@ def test_across_hosts(plan: dict[str, Any]) -> None:
     check(**plan)
 
 
-@ranks(4)
-def test_across_switches() -> None:
-    check(ranks_per_switch=2)
-
-
 @ranks(2)
 def test_a_codec_for_a_complex_parameter_is_refused_by_name() -> None:
     fd.init()

@@ -145,12 +145,12 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
 )
 @ranks(4, **TWO_HOSTS)
 def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
-    """With the bits of CPU ranks behind switches, which add up in the same order."""
+    """With the bits of ranks that add up in CPU memory."""
     pretend_two_hosts()
     fd.init()
     keys: dict[str, Any] = {"codec": codec, "bucket_bytes": 16384, "first_bucket_bytes": 1024}
     bad_step = None if codec.startswith("randomk") else 4
-    expected = state_of(train(fd.Plan(**keys, ranks_per_switch=2), bad_step=bad_step, all_coded=True))
+    expected = state_of(train(fd.Plan(**keys, route="hierarchical"), bad_step=bad_step, all_coded=True))
     with simulated() as device:
         model = train(fd.Plan(**keys, staging="never"), bad_step=bad_step, all_coded=True)
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits

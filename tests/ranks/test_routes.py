@@ -8,17 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
-from farandole.comm.host_memory.switch_tensor import SwitchTensor
 from farandole.comm.messages.message import GroupRank, Message
 from farandole.comm.messages.simulator import Rounds
 from farandole.comm.reducer.reducer import GradientReducer
@@ -338,72 +335,3 @@ def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:
         assert collected.shape == (0, *shape)
     all_gather_json(world, "test/meet", 0)
     transport.close()
-
-
-# -- switches ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("codec", ["none", "bf16", "int8", "topk:0.1", "powersgd:2"])
-@ranks(4)
-def test_ranks_behind_one_switch_add_up_first(codec: str) -> None:
-    fd.init()
-    model = train(fd.Plan(ranks_per_switch=2, codec=codec, bucket_bytes=8192))
-    reducer = the_reducer(model)
-    assert reducer.route == "hierarchical"
-    assert reducer.route_reason == "2 switches of 2 ranks, the plan says"
-
-
-@ranks(6)
-def test_what_crosses_is_a_slice_of_what_the_switch_has_together() -> None:
-    world = fd.init()
-    model = train(fd.Plan(ranks_per_switch=3, codec="none", first_bucket_bytes=2**22))
-    (bucket,) = the_reducer(model).parts.buckets.buckets
-    assert isinstance(bucket, CodedBucket)
-    assert isinstance(bucket.gradients.shared, SwitchTensor)
-    begin, end = bucket.coded.bounds
-    slices = all_gather_json(world, "slices", [begin, end])
-    assert slices[:3] == slices[3:]
-    assert sum(end - begin for begin, end in slices[:3]) == bucket.gradients.flat.numel()
-    inside = 4 * (bucket.gradients.flat.numel() - (end - begin)) + 2 * 4 * (end - begin)
-    assert bucket.gradients.shared.sent_bytes == inside
-    flags = 5 * (len(bucket.members) + 3)  # to everybody
-    assert bucket.sent_bytes == inside + 2 * 4 * (end - begin) // 2 + flags
-
-
-@ranks(4)
-def test_switches_by_names_of_hosts() -> None:
-    world = fd.init()
-    world.host = ["left-1", "right-1", "left-2", "right-2"][world.rank]
-    model = train(fd.Plan(switch_of={"*": "other", "left-*": "left"}, codec="int8"))
-    bucket = the_reducer(model).parts.buckets.buckets[0]
-    assert isinstance(bucket, CodedBucket)
-    assert bucket.coded.group.ranks == ((0, 1) if world.rank < 2 else (2, 3))
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"ranks_per_switch": 3}, "the switches have ranks 0, 1 and 2; rank 3; expected two switches or more"),
-        ({"ranks_per_switch": 4}, "the switches have ranks 0-3; expected two switches or more"),
-        ({"switch_of": {"nowhere-*": "a"}}, "no pattern for host '.*', only 'nowhere-\\*'"),
-    ],
-)
-@ranks(4)
-def test_switches_that_this_world_does_not_have_are_refused_on_all_ranks(plan: dict[str, Any], words: str) -> None:
-    fd.init()
-    model = wide()
-    with pytest.raises(fd.PlanError, match=words):
-        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(**plan))
-
-
-@pytest.mark.parametrize(
-    ("plan", "words"),
-    [
-        ({"ranks_per_switch": 1}, "ranks_per_switch = 1, expected 0, or 2 and more"),
-        ({"ranks_per_switch": 2, "switch_of": {"a": "b"}}, "drop one"),
-        ({"ranks_per_switch": 2, "route": "flat"}, "route = 'flat' makes no use of switches"),
-    ],
-)
-def test_plans_with_switches_that_make_no_sense(plan: dict[str, Any], words: str) -> None:
-    with pytest.raises(fd.PlanError, match=words):
-        fd.Plan(**plan)

@@ -104,7 +104,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
     pretend_two_hosts()
     fd.init()
     keys: dict[str, Any] = {"codec": codec, **SMALL}
-    expected = state_of(train(fd.Plan(**keys, ranks_per_switch=2), all_coded=True))
+    expected = state_of(train(fd.Plan(**keys, route="hierarchical"), all_coded=True))
     with simulated() as device:
         model = train(fd.Plan(**keys, staging="always"), all_coded=True)
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits

@@ -25,7 +25,7 @@ FLAGS = {
         "--no-timeline-mark-cycles", "--no-torus-allreduce", "--nodes", "--np", "--num-nccl-streams",
         "--num-proc", "--on", "--output-filename", "--output-prefix", "--partition", "--plan",
         "--prefix-output-with-timestamp", "--prelude", "--priority", "--python", "--qos", "--queue",
-        "--quiet", "--ranks-per-switch", "--reset-limit", "--run-dir", "--runtime", "--set", "--slots",
+        "--quiet", "--reset-limit", "--run-dir", "--runtime", "--set", "--slots",
         "--slots-per-host", "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port",
         "--stall-check", "--stall-check-shutdown-time-seconds", "--stall-check-warning-time-seconds",
         "--start-timeout", "--tcp", "--thread-affinity", "--time", "--timeline-filename",
@@ -33,13 +33,13 @@ FLAGS = {
         "-cb", "-hostfile", "-i", "-n", "-np", "-o", "-p", "-prefix-timestamp", "-v", "-x",
     ],
     "verify": [
-        "--as-horovod", "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan", "--ranks-per-switch",
+        "--as-horovod", "--deep", "--json", "--no-bind", "--np", "--num-proc", "--plan",
         "--run-dir", "--set", "--steps", "-n", "-np",
     ],
     "tune": [
         "--allow-lossy", "--backend", "--budget", "--chdir", "--exclude", "--hostfile", "--hosts", "--include",
         "--json", "--no-bind", "--no-cache", "--np", "--num-proc", "--plan", "--prelude", "--python",
-        "--ranks-per-switch", "--run-dir", "--set", "--settings", "--ssh-command", "--ssh-identity-file",
+        "--run-dir", "--set", "--settings", "--ssh-command", "--ssh-identity-file",
         "--ssh-option", "--ssh-port", "--steps", "--trials", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "doctor": [

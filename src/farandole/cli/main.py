@@ -57,6 +57,7 @@ _GONE = {
     "simulate --slow-link": "give the tier of the cluster file the figures of its slowest link",
     "simulate --run-dir": "record a real run: farandole run, or farandole emulate over slow links",
     "simulate --steps": "leave it out with --run-dir",
+    "--ranks-per-switch": "leave it out: route = hierarchical adds up inside each host first",
 }
 """Commands and options that this version has no more, and what does their work."""
 
@@ -87,7 +88,8 @@ class Parser(argparse.ArgumentParser):
         remedy = f"see: {self.prog} --help"
         words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
         unknown, command = words[0] if words else "", self.prog.removeprefix("farandole ")
-        if gone := _GONE.get(f"{command} {unknown.partition('=')[0]}"):
+        option = unknown.partition("=")[0]
+        if gone := _GONE.get(f"{command} {option}", _GONE.get(option, "")):
             message, remedy = f"{unknown.partition('=')[0]} is gone", gone
         elif unknown.startswith("-"):
             message = f"unknown option {unknown}"

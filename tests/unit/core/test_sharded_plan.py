@@ -32,7 +32,6 @@ def test_plans_that_fit(keys: dict[str, Any]) -> None:
     ("keys", "words"),
     [
         ({"zero": 4}, "zero = 4, expected a stage from 0 to 3"),
-        ({"zero": 1, "ranks_per_switch": 2}, "zero = 1, but switches carry no shards"),
         ({"shard_within": "host"}, 'shard_within = "host" is for zero = 3'),
         ({"weight_codec": "int8"}, 'weight_codec = "int8" is for zero = 1 to 3'),
         ({"overlap_gather": True}, "overlap_gather = true is for zero = 1 and 2, but zero = 0"),
@@ -49,7 +48,6 @@ def test_plans_that_fit(keys: dict[str, Any]) -> None:
         ({"zero": 3, "codec": "int4"}, "a rank has shards"),
         ({"zero": 3, "route": "flat"}, "route = 'flat' has no effect at zero = 3"),
         ({"zero": 3, "bucket_bytes": "8MiB"}, "bucket_bytes = 8388608 has no effect"),
-        ({"zero": 3, "ranks_per_switch": 2}, "ranks_per_switch = 2 has no effect"),
         ({"zero": 3, "codec_for": {"*": "int8"}}, "codec_for"),
         ({"zero": 3, "connections": 2}, "connections = 2 has no effect"),
         ({"zero": 3, "lossy": True}, "lossy = True has no effect"),
@@ -61,6 +59,17 @@ def test_plans_that_do_not_fit_say_what_to_do(keys: dict[str, Any], words: str) 
     with pytest.raises(PlanError) as caught:
         Plan.from_mapping(keys, where="test")
     assert words in str(caught.value), f"{words!r} in {caught.value}"
+
+
+@pytest.mark.parametrize(("key", "unset", "value"), [("ranks_per_switch", 0, 2), ("switch_of", {}, {"a": "b"})])
+def test_a_plan_of_an_earlier_version_is_read_if_it_did_not_set_what_is_gone(
+    key: str, unset: Any, value: Any
+) -> None:
+    earlier = {**Plan(zero=1).to_mapping(), key: unset}
+    assert Plan.from_mapping(earlier, where="plan.toml") == Plan(zero=1)
+    with pytest.raises(PlanError, match=f'plan.toml: {key} = .* is gone.* route = "hierarchical"'):
+        Plan.from_mapping({key: value}, where="plan.toml")
+    assert Plan.from_mapping({"exchange": {key: unset}}, where="plan.toml") == Plan()
 
 
 @pytest.mark.parametrize("route", ["server", "sharded_server"])

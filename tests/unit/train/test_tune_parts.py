@@ -70,8 +70,8 @@ def test_lossy_codecs_and_routes_are_ranked_where_they_may_be_tried() -> None:
     crossing = Look({"flat": slow.profiles["flat"]}, {"flat": slow.links["flat"]})
     ranked, _ = rank_by_prediction(crossing, START, Plan(), SETTINGS, SIZES, lossy=True)
     assert ranked[0].codec == "int8", "the smallest of them, on a slow link"
-    ranked, refused = rank_by_prediction(slow, START, Plan(ranks_per_switch=2), SETTINGS, SIZES, lossy=True)
-    assert refused, "flat makes no use of switches: such a plan cannot be written"
+    ranked, refused = rank_by_prediction(slow, START, Plan(sync="local:H=4"), SETTINGS, SIZES, lossy=True)
+    assert refused, "local steps have no route: such a plan cannot be written"
     fast = look_at(1e12, 0.0)
     ranked, _ = rank_by_prediction(fast, START, Plan(), ("codec",), SIZES, lossy=True)
     assert {keys.codec for keys in ranked} == {"none"}, "a codec that saves less than 3 % is not tried"
@@ -95,8 +95,8 @@ def test_a_plan_with_the_keys_is_a_plan_and_comes_back_from_json() -> None:
     for wrong in ({"bucket_bytes": "4"}, {"route": 1}, {"connections": True}, {"more": 1}):
         with pytest.raises(TypeError):
             ExchangeKeys.from_mapping({**coded.to_mapping(), **wrong})
-    with pytest.raises(PlanError, match="makes no use of switches"):
-        replace(coded, route="flat").on(Plan(ranks_per_switch=2))
+    with pytest.raises(PlanError, match="which carries gradients of each step"):
+        replace(START, route="shared").on(Plan(sync="local:H=4"))
 
 
 # -- the history -----------------------------------------------------------------------------------

@@ -57,10 +57,6 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         help="number of processes (default: one per core, or all slots of the hosts)",
     )  # fmt: skip
     add_plan_options(parser)
-    parser.add_argument(
-        "--ranks-per-switch", dest="settings", action="append", type="ranks_per_switch={}".format, metavar="N",
-        help="number of consecutive ranks behind one switch (plan: ranks_per_switch)",
-    )  # fmt: skip
     parser.add_argument("--run-dir", metavar="DIR", help="where to keep the run (default: runs/TIME-SCRIPT)")
     parser.add_argument(
         "--no-bind", action="store_true", help="do not bind each process to its share of the cores"

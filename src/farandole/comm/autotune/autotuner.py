@@ -8,7 +8,7 @@ predicted, or two hundred times the last probe's duration has passed; see `pause
 travel with the used masks of encoded buckets, so all ranks probe after the same step; the probe's
 numbers are the same on all ranks, so are the choice and the step of the switch. No message is needed for it.
 
-[Note: routes] Where ranks can sum inside a host or behind a switch first, and the plan leaves the route open, the
+[Note: routes] Where ranks can sum inside a host first, and the plan leaves the route open, the
 link is measured as each route uses it, and so is the sum inside the host; the step is predicted for each. Both use
 the same connections. Where all ranks share the memory of one host no link is crossed, and nothing is measured.
 """

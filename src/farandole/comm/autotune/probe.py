@@ -18,7 +18,6 @@ from ..codecs.registry import make_codec
 from ..device.streams import streams_of
 from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
-from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
 from ..messages.message import GroupRank, Message
 from ..messages.simulator import as_encoding, simulate
 from ..transport.rank_group import RankGroup
@@ -103,10 +102,10 @@ def host_seconds(work: Callable[[], object]) -> float:
 
 
 def probe_intra_host(
-    memory: SharedMemory | SwitchGroup | DeviceSlices,
+    memory: SharedMemory | DeviceSlices,
     seconds_of: Callable[[Callable[[], object]], float] = host_seconds,
 ) -> tuple[float, float]:
-    """Return what adding up inside a host, or behind a switch, takes: seconds a byte, and of next to nothing.
+    """Return what adding up inside a host takes: seconds a byte, and of next to nothing.
 
     Called by all ranks of the job at once; the numbers are this rank's. `seconds_of`: what times it.
     """
@@ -115,7 +114,7 @@ def probe_intra_host(
     for count in (1024, elements):
         tensor = memory.allocate(count + -count % memory.local_size, torch.float32)
 
-        def add_up(tensor: SharedTensor | SwitchTensor | DeviceSliceTensor = tensor) -> None:
+        def add_up(tensor: SharedTensor | DeviceSliceTensor = tensor) -> None:
             tensor.reduce_scatter()
             tensor.all_gather()
 

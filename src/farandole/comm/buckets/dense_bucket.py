@@ -28,7 +28,6 @@ from ..gradients.grad_ownership import FlatGradients
 from ..gradients.parameters import Layout
 from ..gradients.squares import square_sum
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
-from ..host_memory.switch_tensor import SwitchGroup
 from ..routes.route import Route
 from .bucket import Bucket, Waitable
 from .step_marks import MARKS, LateMarks, marks_differ, marks_of
@@ -48,7 +47,7 @@ class DenseBucket(Bucket):
         layouts: Sequence[Layout],
         size: int,
         *,
-        memory: SharedMemory | SwitchGroup | None = None,
+        memory: SharedMemory | None = None,
     ) -> None:
         """Lay out the gradients of `parameters`, whose indices are `members`, as all ranks agreed (`layouts`).
 
@@ -89,7 +88,7 @@ class DenseBucket(Bucket):
         if shared is None:
             return start_all_reduce(self.gradients.flat, route.group)
         assert route.conductor is not None, "shared memory has a conductor"
-        assert isinstance(shared, SharedTensor), "what goes across switches is a `CodedBucket`"
+        assert isinstance(shared, SharedTensor), "a device has its own thread"
         return route.conductor.submit([], prepare=partial(shared.all_reduce, self.gradients.divisor))
 
     def finalize(self) -> None:

@@ -32,7 +32,6 @@ import torch
 from ..device.streams import has_streams
 from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
 from ..host_memory.shared_tensor import SharedMemory, SharedTensor
-from ..host_memory.switch_tensor import SwitchGroup, SwitchTensor
 from ..messages.reduce_rules import accumulates_in_fp32
 from .parameters import Layout
 
@@ -84,7 +83,7 @@ class FlatGradients:
         parameters: Sequence[torch.nn.Parameter],
         layouts: Sequence[Layout],
         *,
-        memory: SharedMemory | SwitchGroup | DeviceSlices | None = None,
+        memory: SharedMemory | DeviceSlices | None = None,
         tail: int = 0,
         multiple: int = 1,
     ) -> None:
@@ -101,7 +100,7 @@ class FlatGradients:
         dtype = self.parameters[0].dtype
         offsets, self.elements = _offsets(self.parameters)
         length = -(-(self.elements + tail) // multiple) * multiple
-        self.shared: SharedTensor | SwitchTensor | DeviceSliceTensor | None = None
+        self.shared: SharedTensor | DeviceSliceTensor | None = None
         """What `flat` is this rank's part of."""
         self.divisor = 1
         """What the sum in shared memory is divided by: of narrow floats not every rank's gradient is, which

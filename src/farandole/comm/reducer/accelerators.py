@@ -2,7 +2,7 @@
 
 Codecs whose messages have a size that the host knows, and the exact mean, travel by collectives of the backend, by
 route ``flat``. What travels by messages between processes is read from CPU memory and written into it: other
-codecs, sessions, shards of stages 1 and 2, and switches.
+codecs, sessions, and shards of stages 1 and 2.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def refuse_messages(
     codecs_there = [codec for codec in codecs if not sessions and _can_be_there(CodecSpec.parse(codec))]
     requested = [f"zero = {plan.zero}"] if shards else []
     requested += [f"codec {codec!r}" for codec in codecs if codec not in codecs_there]
-    requested += ["switches"] if plan.ranks_per_switch or plan.switch_of else []
     if not (requested or codecs_there or is_staged) or world.size == 1:
         return
     places = [_Devices(*each) for each in all_gather_json(world, "devices of parameters", _place_of(parameters))]

@@ -5,8 +5,6 @@
 - ``hierarchical``: inside each host as shared; across hosts each local rank carries its slice of the
   bucket, 1/G of it for G ranks a host, by the codec. A host's link then carries 2 (M-1)/M S bytes for M
   hosts, where a flat ring of the same ranks carries 2 (N-1)/N S.
-  Where the plan says which ranks are behind one switch, these take the place of hosts, and inside a group
-  messages that of shared memory.
 
 [Note: matrices travel flat] A codec of matrices cannot take a slice of a bucket. Its messages are small
 anyway, and go among all ranks.
@@ -27,7 +25,6 @@ from ...core.vocabulary.spec import Plan, RouteName
 from ..device.streams import Streams, streams_of
 from ..host_memory.device_slices import DeviceSlices, SlicesByHost
 from ..host_memory.shared_tensor import SharedMemory, Unavailable
-from ..host_memory.switch_tensor import SwitchGroup, switch_circles
 from ..transport.comm_thread import CommThread
 from ..transport.rank_group import RankGroup
 from ..transport.staged_conductor import StagedTransport
@@ -53,8 +50,8 @@ class Route:
     everyone: RankGroup
     across: RankGroup
     """Those who carry the same slice on other hosts; this rank alone unless the route is hierarchical."""
-    memory: SharedMemory | SwitchGroup | None = None
-    """Where buckets lie that are added up inside a host, or behind a switch, before they go across."""
+    memory: SharedMemory | None = None
+    """Where buckets lie that are added up inside a host before they go across."""
     conductor: CommThread | None = None
     """Drives everything but the backend's all-reduce; None if nothing else is used."""
     on_device: StreamConductor | None = None
@@ -70,7 +67,7 @@ class Route:
         return self.across if self.route == "hierarchical" else self.everyone
 
     @property
-    def slices(self) -> tuple[RankGroup, SharedMemory | SwitchGroup | DeviceSlices | None]:
+    def slices(self) -> tuple[RankGroup, SharedMemory | DeviceSlices | None]:
         """The ranks that exchange slices of a bucket by a codec, and what adds it up first; else all, and None."""
         if self.on_hosts is not None:
             return self.on_hosts.across, self.on_hosts.inside
@@ -132,7 +129,6 @@ def connect_route(
     assert group is not None, "lines join more than one rank"
     everyone, limit_bytes = RankGroup(tuple(range(world.size)), world.rank), limit_for(parameter_bytes)
     try:
-        switches, memory = switch_circles(world, plan), None
         if has_streams and (needs_messages or plan.staging == "always"):
             found = connect_device(world, plan, device, group=group, everyone=everyone,
                                    connect=partial(_staged, world, plan, limit_bytes))  # fmt: skip
@@ -144,17 +140,12 @@ def connect_route(
             alone, reason = RankGroup((world.rank,), world.rank), "; ".join(filter(None, (reason, found.reason)))
             return Route("flat", reason, group, everyone, alone,
                          on_device=found.conductor, on_hosts=found.hosts, limit_bytes=limit_bytes)  # fmt: skip
-        if switches is None:
-            route, reason, memory = _choose(world, plan, place)
-            across = _across(world, memory) if route == "hierarchical" else RankGroup((world.rank,), world.rank)
-        else:
-            (inside, across), route = switches, "hierarchical"
-            reason = f"{world.size // len(inside.ranks)} switches of {len(inside.ranks)} ranks, the plan says"
+        route, reason, memory = _choose(world, plan, place)
+        across = _across(world, memory) if route == "hierarchical" else RankGroup((world.rank,), world.rank)
         has_messages = needs_messages or route not in ("flat", "shared")
         transport = _transport(world, plan, limit_bytes) if has_messages else None
         conductor = None if transport is None and memory is None else _conductor(transport, memory)
-        behind = memory if switches is None or transport is None else SwitchGroup(transport, switches[0])
-        return Route(route, reason, group, everyone, across, behind, conductor, limit_bytes=limit_bytes)
+        return Route(route, reason, group, everyone, across, memory, conductor, limit_bytes=limit_bytes)
     except BaseException:
         world.drop_group(group)
         raise
@@ -189,10 +180,10 @@ def _options(plan: Plan, limit_bytes: int) -> dict[str, Any]:
     }
 
 
-def _conductor(transport: Transport | None, memory: SharedMemory | SwitchGroup | None) -> CommThread:
+def _conductor(transport: Transport | None, memory: SharedMemory | None) -> CommThread:
     """Start the thread that drives `transport` and `memory`."""
     conductor = CommThread(transport, None if memory is None else memory.close)
-    if transport is not None and isinstance(memory, SharedMemory):
+    if transport is not None and memory is not None:
         memory.while_waiting(conductor.serve_now)  # see [Note: barriers receive too]
     return conductor
 

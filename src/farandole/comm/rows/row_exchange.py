@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec
-from ...core.vocabulary.errors import PlanError
-from ..host_memory.shared_tensor import SharedMemory, SharedRegion, SharedTensor
+from ..host_memory.shared_tensor import SharedRegion, SharedTensor
 from ..messages.reduce_rules import accumulates_in_fp32, sum_into
 from ..routes.route import Route
 from ..transport.comm_thread import ITEM_TAGS, BucketWork, SegmentWork
@@ -76,17 +75,9 @@ class RowExchange:
     """What exchanges blocks by one route, with its pool of regions. To be made by all ranks."""
 
     def __init__(self, world: World, route: Route, *, region_bytes: int, regions: int) -> None:
-        """Raise `PlanError`, on all ranks, for a route that has no blocks."""
-        if route.route not in ("flat", "shared", "hierarchical") or (
-            route.memory is not None and not isinstance(route.memory, SharedMemory)
-        ):
-            raise PlanError(
-                f'plan: the route is "{route.route}", which carries no shards',
-                remedy="leave route, ranks_per_switch and switch_of out, or set zero = 0",
-            )
         self.size = world.size
         self.route = route
-        self._memory: SharedMemory | None = route.memory
+        self._memory = route.memory
         places = all_gather_json(
             world,
             "places of shards",

@@ -39,7 +39,7 @@ PLAN_TABLES: Final = {
     ),
     "exchange": (
         "bucket_bytes", "first_bucket_bytes", "codec", "lossy", "codec_for", "weight_codec", "expert_codec",
-        "overlap_gather", "route", "ranks_per_switch", "switch_of", "connections", "congestion_control", "staging",
+        "overlap_gather", "route", "connections", "congestion_control", "staging",
     ),
     "memory": ("recompute", "frozen_codec", "offload", "offload_directory", "train_schedule"),
     "precision": ("precision", "bf16_parameters"),

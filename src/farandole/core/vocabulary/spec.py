@@ -36,11 +36,13 @@ MOST_ZERO = 3
 TENSOR_WORDS = ("columns", "rows", "vocabulary", "attention", "whole", "divide")
 """What `tensor_recipe` says of a layer; and "divide" of a whole number of a module, such as a count of heads."""
 _OF_BUCKETS = (
-    "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route", "ranks_per_switch", "switch_of",
+    "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route",
     "connections", "congestion_control", "staging",
 )  # fmt: skip
 RouteName = Literal["flat", "shared", "hierarchical"]
 _GONE_ROUTES = ("server", "sharded_server")
+_GONE_KEYS: dict[str, Any] = {"ranks_per_switch": 0, "switch_of": {}}
+"""Keys of earlier versions, with what a plan had that did not set them."""
 _CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
 """Longer names Linux does not have."""
 _WRITES = "farandole plan ... --out FILE writes one; docs/plan.md has its keys, to write one by hand"
@@ -76,10 +78,6 @@ class Plan:
     """Codecs of the parameters whose names match a pattern such as "*.embedding.*"; the last match counts."""
     route: Literal["auto"] | RouteName = "auto"
     """Route of the buckets: "auto" uses shared memory inside a host if possible, "flat" never does."""
-    ranks_per_switch: int = 0
-    """Number of consecutive ranks behind one switch, which reduce among themselves first. 0: not configured."""
-    switch_of: Mapping[str, str] = field(default_factory=dict)
-    """The same by host: the switch of hosts that match a pattern such as "rack1-*"; the last match counts."""
     connections: int = 1
     """TCP connections between two ranks, used round-robin by messages; codec "auto" tries 2 and 4 if this is 1."""
     congestion_control: str = ""
@@ -180,15 +178,6 @@ class Plan:
         refuse_balance_keys(self.balance, self.balance_cap, others)
         is_auto, is_coded = self.codec == AUTO, self.codec != NONE
         refuse_sync_keys(self.sync, others, is_auto=is_auto, is_lossy=self.lossy, is_coded=is_coded)
-        if self.ranks_per_switch < 0 or self.ranks_per_switch == 1:
-            raise PlanError(f"plan: ranks_per_switch = {self.ranks_per_switch}, expected 0, or 2 and more")
-        if self.ranks_per_switch and self.switch_of:
-            raise PlanError("plan: ranks_per_switch and switch_of both say who is behind which switch; drop one")
-        if (self.ranks_per_switch or self.switch_of) and self.route not in ("auto", "hierarchical"):
-            raise PlanError(
-                f"plan: route = {self.route!r} makes no use of switches",
-                remedy='leave ranks_per_switch and switch_of out, or use route "hierarchical"',
-            )
         if self.connections > MOST_CONNECTIONS:
             raise PlanError(f"plan: connections = {self.connections}, expected at most {MOST_CONNECTIONS}")
         if self.congestion_control and not _CONGESTION_CONTROL.fullmatch(self.congestion_control):
@@ -263,11 +252,6 @@ class Plan:
         if self.zero == MOST_ZERO:
             self._refuse_without_buckets()
             return
-        if self.zero and (self.ranks_per_switch or self.switch_of):
-            raise PlanError(
-                f"plan: zero = {self.zero}, but switches carry no shards",
-                remedy="leave ranks_per_switch and switch_of out, or set zero = 0",
-            )
         for name, default, least in (("shard_within", "world", MOST_ZERO), ("weight_codec", NONE, 1)):
             if getattr(self, name) != default and self.zero < least:
                 stages = str(least) if least == MOST_ZERO else f"{least} to {MOST_ZERO}"
@@ -348,7 +332,7 @@ class Plan:
         version = values.get("version", PLAN_VERSION)
         if isinstance(version, int) and version > PLAN_VERSION:
             return cls(version=version)
-        keys = flatten(values, PLAN_TABLES, where=where, error=PlanError)
+        keys = flatten(_without_gone_keys(values, where), PLAN_TABLES, where=where, error=PlanError)
         _refuse_gone_routes(keys.get("route"), where)
         return build(cls, keys, where=where, error=PlanError)
 
@@ -362,7 +346,7 @@ class Plan:
         """Return the keys that a file gives, without its tables. Raises `PlanError` as `read` does."""
         values = read_mapping(Path(path), error=PlanError, remedy=_WRITES)
         cls.from_mapping(values, where=str(path))
-        return flatten(values, PLAN_TABLES, where=str(path), error=PlanError)
+        return flatten(_without_gone_keys(values, str(path)), PLAN_TABLES, where=str(path), error=PlanError)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return all keys and values; `from_mapping` gives the same plan back."""
@@ -383,6 +367,22 @@ class Plan:
         """Return the keys in which two plans train differently, with both values."""
         mine, theirs = ({**plan.to_mapping(), "predicted": {}} for plan in (self, other))
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
+
+
+def _without_gone_keys(keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return `keys` without those that earlier versions wrote. Raises `PlanError` for one that was set."""
+    kept = {}
+    for name, value in keys.items():
+        if name in PLAN_TABLES and isinstance(value, Mapping):
+            kept[name] = _without_gone_keys(value, where)
+        elif name not in _GONE_KEYS:
+            kept[name] = value
+        elif value != _GONE_KEYS[name]:
+            raise PlanError(
+                f"{where}: {name} = {value!r} is gone: ranks behind a switch are no group of their own",
+                remedy='leave it out: route = "hierarchical" adds up inside each host first',
+            )
+    return kept
 
 
 def _refuse_gone_routes(route: object, where: str) -> None:
