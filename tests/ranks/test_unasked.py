@@ -22,11 +22,12 @@ from tests.ranks.unasked_script import STEPS
 from tests.unit.observe.synthetic import healthy, write_run
 
 SCRIPT = str(Path(unasked_script.__file__))
-REFUSED = ("group_of_some", "joined")
+REFUSED = ("group_of_some", "joined", "blocks_alone")
 """Before any other: a world stays."""
 ALL = (
     *REFUSED, "one_rank_tries_the_model", "plain", "accumulated", "static_graph", "unused_parameters",
-    "communication_hook", "built_in_hook", "compiled", "compiled_step", "two_models", "saved_whole", "again",
+    "communication_hook", "built_in_hook", "compiled", "compiled_step", "two_models",
+    "fully_sharded", "sharded_two", "saved_whole", "again",
 )  # fmt: skip
 
 
@@ -66,6 +67,36 @@ def test_a_stock_script_is_recorded_as_one_that_asks_for_it(tmp_path: Path) -> N
     assert parts_of(rows[1])[0] == sorted([DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER])
     for mine, other in zip(unasked["cases"], asked["cases"], strict=True):
         assert mine["plain"] == [other["recorded_by_itself"][0], True]
+
+
+@patient
+def test_a_stock_script_of_fsdp2_is_recorded_once_with_what_its_units_exchange(tmp_path: Path) -> None:
+    unasked = run(tmp_path / "unasked", "fully_sharded", options=("--set", "codec=int8"))
+    asked = run(tmp_path / "asked", "sharded_recorded_by_itself", options=("--set", "codec=int8"))
+    plain = run(tmp_path / "plain", "fully_sharded", options=("--no-record",))
+    rows, theirs = rows_of(tmp_path / "unasked"), rows_of(tmp_path / "asked")
+    assert [row.step for row in rows] == [row.step for row in theirs] == [1, 2, 3, 4]
+    for row, other in zip(rows[1:], theirs[1:], strict=True):
+        names = [phase.name for phase in row.phases]
+        assert sorted(names) == sorted([DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER])
+        assert sum(each.sent_bytes for each in row.exchanges) == sum(each.sent_bytes for each in other.exchanges)
+        assert len(row.exchanges) == 3 * 3 - 1, "the outermost unit stays whole between its passes"
+    for mine, other, bare in zip(unasked["cases"], asked["cases"], plain["cases"], strict=True):
+        assert mine["fully_sharded"] == [other["sharded_recorded_by_itself"][0], True]
+        assert bare["fully_sharded"] == [mine["fully_sharded"][0], False]
+    setup = read_events(tmp_path / "unasked" / "run" / "events-rank1.jsonl").setup
+    assert (setup["wrapper"], setup["zero"]) == ("FSDPModule", 3)
+    found = diagnose(tmp_path / "unasked" / "run")
+    pasted = [fix.paste for finding in found.findings for fix in finding.fixes]
+    assert not any("fd.accumulate" in paste or "--set" in paste for paste in pasted), pasted
+
+
+@patient
+def test_what_a_script_distributes_is_not_recorded_as_a_model_of_fsdp2(tmp_path: Path) -> None:
+    run(tmp_path / "ours", "distributed_by_itself")
+    setup = read_events(tmp_path / "ours" / "run" / "events-rank1.jsonl").setup
+    assert "wrapper" not in setup
+    assert len(rows_of(tmp_path / "ours")) == STEPS
 
 
 @patient

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,6 +166,63 @@ def group_of_some() -> Model:
     return model  # type: ignore[no-any-return]
 
 
+def sharded(*, is_around: bool = True) -> Any:
+    """The blocks first, then the model around them, as FSDP2 wants it."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8)) for _ in range(2)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 4))
+    for block in (*blocks, *([model] if is_around else [])):
+        fully_shard(block)
+    return model
+
+
+def fully_sharded() -> Any:
+    train(model := sharded())
+    return model
+
+
+def blocks_alone() -> Any:
+    """Nothing exchanges the gradients of what is in no block: no model of FSDP2."""
+    train(model := sharded(is_around=False))
+    return model
+
+
+def sharded_two() -> Any:
+    """Rank 0 clips by hand, and gradients of two passes are exchanged once."""
+    model = sharded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(2 * STEPS):
+        model.set_requires_gradient_sync(step % 2 == 1)
+        model(torch.full((2, 8), 1.0 + dist.get_rank())).square().mean().backward()
+        if step % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def sharded_recorded_by_itself() -> Any:
+    import farandole as fd
+
+    train(model := sharded(), fd.record)
+    fd.shutdown()
+    return model
+
+
+def distributed_by_itself() -> Any:
+    import farandole as fd
+
+    fd.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fd.distribute(model, optimizer, fd.Plan(zero=3))
+    for _ in range(STEPS):
+        model(torch.full((2, 8), 1.0 + dist.get_rank())).square().mean().backward()
+        optimizer.step()
+    return model
+
+
 def recorded_by_itself() -> Model:
     import farandole as fd
 
@@ -179,7 +238,9 @@ def has_world() -> bool:
 
 def play(name: str) -> list[Any]:
     model = globals()[name]()
-    bits = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in model.parameters()))
+    wholes = [each.detach() for each in model.parameters()]
+    wholes = [each.full_tensor() if isinstance(each, DTensor) else each for each in wholes]
+    bits = hashlib.sha256(b"".join(each.numpy().tobytes() for each in wholes))
     return [bits.hexdigest()[:12], has_world()]
 
 

@@ -231,6 +231,10 @@ def _watch_models() -> None:
         module = module_from_spec(spec)
         spec.loader.exec_module(module)
         module.watch_models(torch)
+        fsdp: Any = sys.modules["torch.distributed.fsdp"]  # the first optimizer has imported it
+        module.watch_sharded(sys.modules[f"{fsdp.__name__}._fully_shard._fully_shard"])
+        for package in (fsdp, fsdp._fully_shard):
+            package.fully_shard = fsdp._fully_shard._fully_shard.fully_shard
 
 
 def _take_threads_and_seeds() -> None:

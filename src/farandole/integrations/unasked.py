@@ -1,11 +1,16 @@
-"""Records of a DistributedDataParallel training that did not ask for them, under ``farandole run``.
+"""Records of a training by DistributedDataParallel or FSDP2 that did not ask for them, under ``farandole run``.
 
-The shim of the launcher (`launch/job/shim`) calls `watch` with each model that the script wraps.
+The shim of the launcher (`launch/job/shim`) calls `watch` with each model that the script wraps or shards.
 
 [Note: when recording begins] As `fd.init` waits for all ranks, it needs a place where all of them come. A forward
 pass is none: one rank may try the model alone. The first step of the optimizer after a backward pass that
 exchanged the gradients is one: replicas that step unequally are no replicas. And every rank has left a key in the
 store by then, when it wrapped the model, if it can record at all; so all ranks decide alike, without waiting.
+No rank can run a pass of a sharded model alone, and a shard has a gradient only after an exchange.
+
+[Note: the outermost] Blocks are sharded before the model that they are in, and each is one of FSDP2's models until
+then. The last one that was sharded around them is the one that is recorded. Blocks that nothing is around are no
+model that an optimizer has the parameters of: they are not recorded.
 
 [Note: hooks in hooks] Torch runs the hooks of all optimizers, then those of the one that steps, and neither may
 change while it is run. `fd.init` adds to the first; so it is called from the second, to which all that is
@@ -24,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -32,24 +38,23 @@ from ..comm.device.accelerator import same_device
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
 from ..core.launchers.rank_variables import read_rank_variables
-from ..core.vocabulary.events import DDP
 from ..core.vocabulary.notice import write_notice
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
 from ..train.data.loader_watch import watch_loaders
-from ..train.record import note_wrapper
+from ..train.record import note_wrapper, watch_units, wrapper_of
 from ..train.session import init, shutdown
 
 _KEY = "farandole/unasked/{}"
 _MOST_STEPS = 64
 """Steps in which the optimizer of a model is looked for."""
 
-_waiting: weakref.WeakKeyDictionary[DistributedDataParallel, _Meeting] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[nn.Module, _Meeting] = weakref.WeakKeyDictionary()
 """Models that may be recorded from a step on."""
 _ours: weakref.WeakSet[World] = weakref.WeakSet()
 
 
-def watch(model: DistributedDataParallel) -> None:
+def watch(model: nn.Module) -> None:
     """Record the training of `model` from its first step on, where that is possible and the script does not."""
     with suppress(Exception):
         place, size = read_rank_variables(), dist.get_world_size()
@@ -59,27 +64,40 @@ def watch(model: DistributedDataParallel) -> None:
             or read_elastic_settings() is not None
             or place is None
             or (place.rank, place.size) != (dist.get_rank(), size)
-            or dist.get_world_size(model.process_group) != size
+            or not _is_on_all(model, size)
             or _is_others()
         ):
             return
+        for inner in model.modules():  # see [Note: the outermost]
+            _waiting.pop(inner, None)
         _store().set(_KEY.format(place.rank), "")
         _waiting[model] = _Meeting(model)
         model.register_forward_pre_hook(_FirstForward(model))
         _watch_steps()
 
 
+def _is_on_all(model: nn.Module, size: int) -> bool:
+    """Return whether all ranks exchange the gradients of `model`, and each has samples of its own."""
+    if isinstance(model, DistributedDataParallel):
+        return dist.get_world_size(model.process_group) == size
+    shards: list[Any] = [each for each in model.parameters() if hasattr(each, "device_mesh")]
+    return bool(shards) and all(
+        each.device_mesh.size() == size and (each.device_mesh.ndim == 1 or each.placements[0].is_replicate())
+        for each in shards
+    )
+
+
 class _Meeting:
     """Whether a backward pass of a model has exchanged its gradients."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self.has_been = False
         self.steps_left = _MOST_STEPS
 
     def backward_ends(self) -> tuple[()]:
         """In the place of what returns the times of buckets."""
-        model = self._model()
+        model: Any = self._model()
         if model is not None and model.require_forward_param_sync and not model._join_config.enable:
             self.has_been = True
         return ()
@@ -88,13 +106,13 @@ class _Meeting:
 class _FirstForward:
     """A forward pre hook that hooks the first pass of the training, and is gone then."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._meeting = _waiting[model]
 
     def __reduce__(self) -> Any:
         return reduce_to_nothing()
 
-    def __call__(self, model: DistributedDataParallel, arguments: Any) -> None:
+    def __call__(self, model: nn.Module, arguments: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         with suppress(Exception):
@@ -103,6 +121,9 @@ class _FirstForward:
                 del hooks[number]
             if _is_others():
                 _waiting.pop(model, None)
+                return
+            if not isinstance(model, DistributedDataParallel):
+                self._meeting.has_been = True
                 return
             passes = watch_model(model, exchanges=True)
             passes.take_buckets = self._meeting.backward_ends
@@ -122,10 +143,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         is_inside = torch._C._current_graph_task_id() != -1
         if is_inside or threading.current_thread() is not threading.main_thread():
             return
+        stepped = {
+            id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
+        }
         for model, meeting in [(model, meeting) for model, meeting in _waiting.items() if meeting.has_been]:
             own = {id(parameter) for parameter in model.parameters()}
             meeting.steps_left -= 1
-            if any(id(each) in own for group in optimizer.param_groups for each in group["params"]):
+            is_whole = isinstance(model, DistributedDataParallel) or stepped <= own
+            if is_whole and stepped & own:
                 optimizer.register_step_pre_hook(_Begin(model))
                 time_optimizer(optimizer)
                 meeting.steps_left = 0
@@ -136,8 +161,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 class _Begin:
     """A pre hook of the optimizer that does its work once."""
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model: DistributedDataParallel | None = model
+    def __init__(self, model: nn.Module) -> None:
+        self._model: nn.Module | None = model
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         model, self._model = self._model, None
@@ -149,10 +174,14 @@ class _Begin:
                 return
             watch_optimizer(optimizer, here)
             watch_loaders(here)
-            watch_model(model).take_buckets = watch_buckets(model)
+            if isinstance(model, DistributedDataParallel):
+                watch_model(model).take_buckets = watch_buckets(model)
+            else:
+                watch_model(model)
+                watch_units(model, here)
 
 
-def _world_for(model: DistributedDataParallel) -> World | None:
+def _world_for(model: nn.Module) -> World | None:
     if has_world():
         return None if _is_others() else world()
     if not _store().check([_KEY.format(rank) for rank in range(dist.get_world_size())]):
@@ -167,7 +196,7 @@ def _world_for(model: DistributedDataParallel) -> World | None:
         return None
     _ours.add(here)
     _end_with_group()
-    note_wrapper(here, DDP)
+    note_wrapper(here, wrapper_of(model))
     return here
 
 

@@ -24,7 +24,7 @@ from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import FarandoleError
-from ..core.vocabulary.events import DDP, FSDP1, FSDP2, SETUP_WRAPPER, Setup
+from ..core.vocabulary.events import FSDP2, SETUP_WRAPPER, WRAPPERS, Setup
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..launch.start.unrecorded import vain_plan
@@ -106,14 +106,16 @@ def _record_model(model: Any, here: World) -> None:
     if not isinstance(model, nn.Module):
         raise _NotRecordable(f"the model is a {type(model).__name__}, expected a torch.nn.Module")
     wrapper = model if isinstance(model, DistributedDataParallel) else None
-    if wrapper is None and here.size > 1 and not _sharded_by(model):
+    if wrapper is None and here.size > 1 and not wrapper_of(model):
         wrapper = ddp_around(model)  # the bare model: its wrapper exchanges the gradients
     watch = watch_model(model, exchanges=wrapper is not None)
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
-    name = DDP if wrapper is not None else _sharded_by(model)
+    name = wrapper_of(model if wrapper is None else wrapper)
     if name and not shared_with(model, distributed_models()):
         note_wrapper(here, name)
+        if name == FSDP2:
+            watch_units(model, here)
 
 
 def note_wrapper(here: World, name: str) -> None:
@@ -124,10 +126,17 @@ def note_wrapper(here: World, name: str) -> None:
             write_notice(line)
 
 
-def _sharded_by(model: nn.Module) -> str:
-    """Return the class of FSDP that has it, or nothing; these classes take a second to import."""
+def wrapper_of(model: nn.Module) -> str:
+    """Return torch's class that exchanges its gradients, or nothing; those of FSDP take a second to import."""
     names = {kind.__name__ for kind in type(model).__mro__}
-    return next((name for name in (FSDP1, FSDP2) if name in names), "")
+    return next((name for name in WRAPPERS if name in names), "")
+
+
+def watch_units(model: nn.Module, here: World) -> None:
+    """Record what the units of FSDP2 of `model` exchange, from now on."""
+    from ..parallel.zero.fsdp.exchange_records import watch_stock  # FSDP2 takes a second to import
+
+    watch_stock(model, here)
 
 
 def _record_optimizers(optimizers: list[Any], here: World) -> None:

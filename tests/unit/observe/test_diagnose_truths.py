@@ -488,7 +488,8 @@ def test_what_a_plan_cannot_change_is_not_promised_without_our_engine(tmp_path: 
     theirs = diagnose_machine(tmp_path / "theirs", healthy(bytes_per_second=200e6, route=None))
     pastes = [[fix.paste for fix in found.findings[0].fixes if fix.changes] for found in (ours, theirs)]
     assert all(paste.startswith("farandole run -np 4 --set") for paste in pastes[0])
-    where_ours = "fd.init()  # instead of the wrapper\nmodel, optimizer = fd.distribute(model, optimizer, fd.Plan("
+    call = "model, optimizer = fd.distribute(model, optimizer, fd.Plan("
+    where_ours = f"fd.init()  # instead of DistributedDataParallel\n{call}"
     assert all(where_ours in paste or paste.startswith("bucket_cap_mb=") for paste in pastes[1])
     assert not any("farandole run" in paste for paste in pastes[1]), "no box has lines of Python and of a shell"
     assert max(len(line) for line in to_text(theirs).splitlines()) <= 100

@@ -96,7 +96,11 @@ INIT = "import farandole as fd\nfd.init()"
         (FSDP2, HELD, f"model.set_requires_gradient_sync(not ((i + 1) % 2 > 0))\nloss.backward()\n{STEP}"),
         (DDP, Fix("once", "with fd.accumulate():\n    loss.backward()  # all but the last"),
          f"with model.no_sync(){PASS}  # all but the last"),
-        (DDP, INT8, f"{INIT}  # instead of the wrapper\n"
+        (FSDP2, INT8, f"{INIT}  # instead of fully_shard\n"
+         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(zero=3, codec='int8'))"),
+        (FSDP2, Fix("whole on every rank", "--set zero=2", GAIN, {"zero": 2}),
+         "reshard_after_forward=False  # argument of fully_shard, for each block"),
+        (DDP, INT8, f"{INIT}  # instead of {DDP}\n"
          "model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec='int8'))"),
         (DDP, Fix("larger buckets", "--set bucket_bytes=50MiB", GAIN, {"bucket_bytes": "50MiB"}),
          "bucket_cap_mb=50  # argument of DistributedDataParallel"),

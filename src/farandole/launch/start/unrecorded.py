@@ -10,9 +10,9 @@ from ...core.vocabulary.spec import Plan
 from ..supervise.job_loop import Outcome
 
 _OWN_GROUP = (
-    "the script used torch.distributed by itself, and nothing was recorded: no DistributedDataParallel over all "
-    "ranks trained that can be recorded unasked; farandole.record(model, optimizer, loader), after the model is "
-    "wrapped or sharded, shows where the time goes"
+    "the script used torch.distributed by itself, and nothing was recorded: no model trained in "
+    "DistributedDataParallel or fully_shard over all ranks that can be recorded unasked; farandole.record(model, "
+    "optimizer, loader), after the model is wrapped or sharded, shows where the time goes"
 )
 
 

@@ -2,9 +2,9 @@
 
 Its folder stands first on the PYTHONPATH of the ranks and nowhere else; `launch.job.contract` puts it there. When
 a program has imported `torch.distributed`, `farandole.backend.replace_gloo` follows; when it makes a
-DistributedDataParallel, `farandole.integrations.unasked.watch`; each does nothing unless its variable says so. A
-program that does neither is left as it is, and imports nothing of this package. A `sitecustomize` of the user's
-own, which this one hides, runs as without it.
+DistributedDataParallel, or calls FSDP2's `fully_shard`, `farandole.integrations.unasked.watch`; each does nothing
+unless its variable says so. A program that does neither is left as it is, and imports nothing of this package. A
+`sitecustomize` of the user's own, which this one hides, runs as without it.
 
 [Note: a Python without farandole] A rank whose Python has torch and no farandole would use gloo, and wait for
 ranks that do not. So the import of torch fails there. For recording it is left alone, and no rank is recorded.
@@ -71,17 +71,38 @@ def watch_models(module: Any) -> None:
     @wraps(make)
     def make_and_watch(self: Any, *arguments: Any, **named: Any) -> None:
         make(self, *arguments, **named)
-        try:
-            watch = import_module(_UNASKED).watch
-        except Exception:  # it is not installed there, or another version
-            return
-        watch(self)
+        _watch(self)
 
     kind.__init__ = make_and_watch
 
 
+def watch_sharded(module: Any) -> None:
+    """Have each model that is sharded be watched. `module` is the one that defines `fully_shard`."""
+    shard = module.fully_shard
+
+    @wraps(shard)
+    def shard_and_watch(*arguments: Any, **named: Any) -> Any:
+        sharded = shard(*arguments, **named)
+        _watch(sharded)
+        return sharded
+
+    module.fully_shard = shard_and_watch
+
+
+def _watch(model: Any) -> None:
+    try:
+        watch = import_module(_UNASKED).watch
+    except Exception:  # it is not installed there, or another version
+        return
+    watch(model)
+
+
 _UNASKED = "farandole.integrations.unasked"
-_CALLS = {"torch.distributed": _replace_gloo, "torch.nn.parallel.distributed": watch_models}
+_CALLS = {
+    "torch.distributed": _replace_gloo,
+    "torch.nn.parallel.distributed": watch_models,
+    "torch.distributed.fsdp._fully_shard._fully_shard": watch_sharded,
+}
 
 
 def _run_hidden() -> None:

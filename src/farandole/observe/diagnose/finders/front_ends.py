@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2
-from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import parse_bytes
 from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
@@ -101,11 +101,18 @@ def _wrapped(fix: Fix, wrapper: str) -> Fix:
     if "bucket_bytes" in settings and wrapper == DDP:
         size = parse_bytes(settings["bucket_bytes"]) // 2**20
         return replace(fix, paste=f"bucket_cap_mb={size}  # argument of {DDP}", changes={})
+    if wrapper == FSDP2 and settings:
+        if settings.get("zero", MOST_ZERO) != MOST_ZERO:
+            kept = "reshard_after_forward=False  # argument of fully_shard, for each block"
+            what = "parameters that stay whole from the forward to the backward pass: they travel once a step"
+            return replace(fix, what=what, paste=kept, changes={})
+        settings = {"zero": MOST_ZERO, **settings}
     if settings:
         keys = ", ".join(f"{key}={value!r}" for key, value in settings.items())
         call = f"model, optimizer = fd.distribute(model, optimizer, fd.Plan({keys}))"
-        what = f"{fix.what}, with fd.distribute instead of {wrapper}"
-        return replace(fix, what=what, paste=f"{_INIT}  # instead of the wrapper\n{call}")
+        call_of_torch = "fully_shard" if wrapper == FSDP2 else wrapper
+        what = f"{fix.what}, with fd.distribute instead of {call_of_torch}"
+        return replace(fix, what=what, paste=f"{_INIT}  # instead of {call_of_torch}\n{call}")
     if fix.paste == "loader = fd.shard(loader)":
         return replace(
             fix, paste="sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="

@@ -15,18 +15,21 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from ....comm.backend.group_base import calls_for
 from ....comm.world.world import World
 from ....core.step_model.comm_cost import ring_sent_bytes
 from ....core.vocabulary import events
 from ....core.vocabulary.errors import Mismatch
-from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.spec import MOST_ZERO, Plan
 
 BLOCKS_ALIKE = (
     "run the same blocks in the same order on all ranks: draw what is skipped from a generator with the same seed "
@@ -78,6 +81,24 @@ class ExchangeRecords:
             group._all_reduce_hook = hosts_have_summed
 
 
+def watch_stock(model: nn.Module, here: World) -> None:
+    """Record what the units of a model exchange that ``fully_shard`` has sharded, and nothing of ours.
+
+    Units that gather and reduce by objects of the script's own keep these, and their exchanges are not seen.
+    """
+    records = ExchangeRecords(here, Plan(zero=MOST_ZERO))
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            for group in state._fsdp_param_groups:
+                if type(group._all_gather_comm) is DefaultAllGather and group._all_reduce_hook is None:
+                    records.watch(group, partial(_name_of, group))
+
+
+def _name_of(group: Any) -> str:
+    return f"unit {group._module_fqn!r}"
+
+
 def others_bytes(nbytes: int, size: int) -> int:
     """Return what a rank of `size` sends that gives each other one `nbytes`: its shard, or its part of theirs."""
     return (size - 1) * nbytes
@@ -100,7 +121,7 @@ def unit_calls(group: dist.ProcessGroup, purpose: str) -> Iterator[None]:
         yield
 
 
-class _RecordedAllGather(AllGather):
+class _RecordedAllGather(DefaultAllGather):
     def __init__(self, records: ExchangeRecords, inner: Any, purpose: Callable[[], str]) -> None:
         self._records, self._inner, self._purpose = records, inner, purpose
 
@@ -129,7 +150,7 @@ class _RecordedAllGather(AllGather):
         return work
 
 
-class _RecordedReduceScatter(ReduceScatter):
+class _RecordedReduceScatter(DefaultReduceScatter):  # torch asks what the class is before it sets another
     def __init__(self, records: ExchangeRecords, inner: Any, purpose: Callable[[], str]) -> None:
         self._records, self._inner, self._purpose = records, inner, purpose
         self.end_seconds = 0.0
@@ -146,11 +167,11 @@ class _RecordedReduceScatter(ReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> dist.Work | None:
+    ) -> dist.Work:
         """See `ReduceScatter`."""
         begin = time.monotonic()
         with unit_calls(group, self._purpose()):
-            work: dist.Work | None = self._inner(
+            work: dist.Work = self._inner(
                 output_tensor=output_tensor, input_tensor=input_tensor, group=group, op=op, async_op=async_op
             )
         self.end_seconds = time.monotonic()
