@@ -262,6 +262,9 @@ def test_what_cannot_be_compared_says_why() -> None:
     found = examine(*ready(nn.Sequential(nn.Linear(6, 1024), nn.Linear(1024, 3)), codec="fp16"))
     assert "codec fp16 sends approximations" in found[GRADIENTS].answer
 
+    found = examine(*ready(mlp(), codec="auto", lossy=True))
+    assert "codec auto sends approximations" in found[GRADIENTS].answer
+
     class Stubborn(nn.Linear):
         def __deepcopy__(self, _: Any) -> Any:
             raise TypeError("no copies of this")
@@ -269,6 +272,13 @@ def test_what_cannot_be_compared_says_why() -> None:
     found = examine(*ready(Stubborn(6, 3)))
     assert found[GRADIENTS].passed is None
     assert "cannot be copied (TypeError: no copies of this)" in found[GRADIENTS].answer
+
+
+@ranks(2)
+@pytest.mark.parametrize("keys", [{"zero": 1}, {"zero": 2, "weight_codec": "int8"}], ids=str)
+def test_gradients_in_shards_are_compared_whole(keys: dict[str, Any]) -> None:
+    fd.init()
+    assert healthy(examine(*ready(mlp(), **keys)))
 
 
 @ranks(2)

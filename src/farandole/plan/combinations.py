@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from ..core.vocabulary.codec_spec import AUTO, CodecSpec
+from ..core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ..core.vocabulary.degrees import Degrees
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import MOST_ZERO, Plan
@@ -19,6 +19,17 @@ NOT_TOGETHER: Final = (
     ("expert", "zero", (1, 2), "zero = 3, or zero = 0"),
 )
 """(degree above 1, key, its values, the nearest thing that can)."""
+
+
+def lossy_keys(plan: Plan) -> dict[str, str]:
+    """Return which keys of `plan` make what ranks exchange lossy in every step, at any stage, with their codecs.
+
+    The permission `lossy` is none of them: what codec "auto" chooses by it is decided in the training.
+    """
+    codecs = [plan.codec, *plan.codec_for.values()]
+    applied = dict.fromkeys(each for each in codecs if CodecSpec.parse(each).is_applied)
+    named = {"codec": ", ".join(applied), "weight_codec": plan.weight_codec, "expert_codec": plan.expert_codec}
+    return {name: text for name, text in named.items() if text not in ("", NONE)}
 
 
 def refuse_combinations(plan: Plan, degrees: Degrees) -> None:

@@ -36,7 +36,7 @@ MOST_ZERO = 3
 TENSOR_WORDS = ("columns", "rows", "vocabulary", "attention", "whole", "divide")
 """What `tensor_recipe` says of a layer; and "divide" of a whole number of a module, such as a count of heads."""
 _OF_BUCKETS = (
-    "bucket_bytes", "first_bucket_bytes", "lossy", "codec_for", "route",
+    "bucket_bytes", "first_bucket_bytes", "codec_for", "route",
     "connections", "congestion_control", "staging",
 )  # fmt: skip
 RouteName = Literal["flat", "shared", "hierarchical"]
@@ -73,7 +73,7 @@ class Plan:
     codec: str = NONE
     """Compression of gradients, e.g. "int8", "topk:0.01" or "powersgd:4"."""
     lossy: bool = False
-    """Whether codec "auto" may choose lossy codecs (their residual is sent later)."""
+    """Whether codec "auto" may choose lossy codecs (their residual is sent later); those by name need no leave."""
     codec_for: Mapping[str, str] = field(default_factory=dict)
     """Codecs of the parameters whose names match a pattern such as "*.embedding.*"; the last match counts."""
     route: Literal["auto"] | RouteName = "auto"

@@ -10,6 +10,7 @@ from ...core.cluster.cluster import Cluster
 from ...core.cluster.resize import with_ranks
 from ...core.schedule.build import build_schedule
 from ...core.step_model.prediction import CANDIDATES
+from ..combinations import lossy_keys
 from ..cost.predict import predict as predict_fully
 from ..model.profile import ModelProfile
 from .in_words import in_words
@@ -208,7 +209,8 @@ def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Clus
     if is_lossy(best.candidate.plan):
         if fixed_is_lossy(request.fixed):
             return []
-        return [f'codec "{best.candidate.plan.codec}" loses something in every step (docs/codecs.md)']
+        named = [f'{key} "{codec}"' for key, codec in lossy_keys(best.candidate.plan).items()]
+        return [f"{' and '.join(named)} loses something in every step (docs/codecs.md)"]
     if not any(map(cluster.knows_codec, CANDIDATES[1:])):
         return ["lossy codecs were not considered (how fast they are here was not measured: farandole measure)"]
     return [] if request.allow_lossy else ["lossy codecs were not considered (--allow-lossy)"]

@@ -8,8 +8,9 @@ from typing import Any
 
 from ...core.cluster.cluster import Cluster
 from ...core.step_model.prediction import CANDIDATES
-from ...core.vocabulary.codec_spec import NONE, CodecSpec
+from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..combinations import lossy_keys
 from .layout import SearchLayout
 from .request import SearchRequest
 
@@ -45,10 +46,8 @@ def settings_of(layout: SearchLayout, request: SearchRequest, cluster: Cluster) 
 
 
 def is_lossy(plan: Plan) -> bool:
-    """Whether anything that travels under this plan is rounded."""
-    names = [plan.codec, *plan.codec_for.values()]
-    lossy = plan.lossy or plan.weight_codec != NONE or plan.expert_codec != NONE
-    return lossy or any(not CodecSpec.parse(name).is_exact for name in names)
+    """Whether anything that travels under this plan is rounded, or may be."""
+    return bool(lossy_keys(plan)) or (plan.codec == AUTO and plan.lossy)
 
 
 def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
@@ -67,5 +66,6 @@ def _works(codec: str, layout: SearchLayout) -> bool:
 
 def fixed_is_lossy(fixed: Mapping[str, Any]) -> bool:
     """Whether keys that the user fixed ask for something lossy themselves."""
-    named = [fixed.get("codec", NONE), *dict(fixed.get("codec_for", {})).values()]
+    named = [fixed.get(name, NONE) for name in ("codec", "weight_codec", "expert_codec")]
+    named += dict(fixed.get("codec_for", {})).values()
     return bool(fixed.get("lossy")) or any(CodecSpec.parse(name).is_applied for name in named)

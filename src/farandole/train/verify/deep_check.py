@@ -18,11 +18,12 @@ from torch import nn
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.vocabulary.codec_spec import NONE
+from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import distributed_models, plan_of, reducer_of, sharded_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
+from ...plan.combinations import lossy_keys
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
 from .joined import joined_gradients
 from .mean_counts import REMEDY, count_means, goes_with, replaced
@@ -337,9 +338,12 @@ def _exchanges_of(model: nn.Module) -> int:
 
 def _incomparable(model: nn.Module) -> str:
     plan = plan_of(model)
-    if plan is not None and (plan.codec != NONE or plan.codec_for):
-        codecs = ", ".join(dict.fromkeys([plan.codec, *plan.codec_for.values()]))
-        return f"codec {codecs} sends approximations; verify with --set codec=none"
+    lossy = {} if plan is None else lossy_keys(plan)
+    if plan is not None and plan.codec == AUTO and plan.lossy:
+        lossy["codec"] = AUTO
+    # Rounded parameters are those of the model at stages 1 and 2, and of the process that is compared with.
+    for name in [name for name in lossy if name != "weight_codec"]:
+        return f"{name.replace('_', ' ')} {lossy[name]} sends approximations; verify with --set {name}=none"
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "the model has complex parameters"
     return ""

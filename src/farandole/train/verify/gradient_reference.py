@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
@@ -92,6 +93,9 @@ def change(parameter: nn.Parameter, before: torch.Tensor | None) -> torch.Tensor
 
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    """Return it whole: at zero = 1 and 2 a rank has its rows, and all ranks ask for the same one."""
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
