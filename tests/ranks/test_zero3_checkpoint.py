@@ -127,3 +127,28 @@ def test_residuals_of_a_model_whose_parameters_are_all_exact_at_another_stage_ar
     exact = Run(Plan(zero=1), seed=7)
     with pytest.raises(fd.CheckpointError, match="has none by this plan, so its residual would be lost"):
         fd.load(tmp_path / "saved", exact.model, exact.optimizer)
+
+
+@ranks(2)
+def test_an_average_of_weights_is_kept_beside_the_model_and_saved_by_it(tmp_path: Path) -> None:
+    fd.init()
+    run = Run(Plan(zero=3))
+    average = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    for step in range(3):
+        run.train(step, step + 1)
+        with torch.no_grad():
+            for name, p in run.model.named_parameters():
+                average[name].lerp_(p, 0.5)
+    trained, kept = run.bits, {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(average[name])
+    fd.save(tmp_path / "average", run.model)
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            p.copy_(kept[name])
+    assert run.bits == trained
+    other = Run(Plan(zero=0), seed=2)
+    fd.load(tmp_path / "average", other.model)
+    for name, p in other.model.named_parameters():
+        assert torch.equal(p, whole(average[name])), name

@@ -154,17 +154,19 @@ class MeasuredSync:
         own = statistics.median(end - begin for begin, end in pairwise(self._ends))
         other_seconds = max(0.0, max(all_gather_json(self._here, "sync auto", own)) - choice.seconds)
         every, local = choice.seconds + other_seconds, tuner.predict_local_steps(CODEC, other_seconds)
+        # Codec "auto" predicts what is between forward and the end of the exchange, and says so by itself.
+        each = f"{format_seconds(every)} a step, {format_seconds(other_seconds)} of it beside passes and exchange"
         if local is None or local.seconds * LEAST_GAIN > every:
             alone = "" if local is None else f", and with local steps {format_seconds(local.seconds)}"
-            self._say(f"each step by {choice.main_codec}: {format_seconds(every)}{alone}")
+            self._say(f"each step by {choice.main_codec}: {each}{alone}")
             self._adopt(_EVERY_STEP)
             return
         # The plain mean: outer momentum needs more meetings than a training may have.
         chosen = SyncSpec.parse(f"local:H={local.steps}").to_text()
         self._say(
             f"{chosen} with {CODEC}: predicted {format_seconds(local.seconds)} a step, a meeting of "
-            f"{format_seconds(local.meeting_seconds)} included; each step by {choice.main_codec} "
-            f"{format_seconds(every)}"
+            f"{format_seconds(local.meeting_seconds)} included; each step by {choice.main_codec}: "
+            f"{each}"
         )
         self._adopt(chosen)
 

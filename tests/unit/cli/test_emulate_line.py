@@ -60,6 +60,10 @@ def test_what_the_command_says_itself_comes_later(started: list[list[str]]) -> N
         assert started.pop() == [*FARANDOLE, "run", "--backend", "farandole", "--", "true"]
     _, _, err = call("emulate", "--backend", "gloo", "--", "farandole", "verify", "--", "true")
     assert "emulate: --backend is for farandole run, and `farandole verify` has no such option" in err
+    call("emulate", "--quiet", "--", "true")
+    assert started.pop() == [*FARANDOLE, "run", "--quiet", "--", "true"]
+    _, _, err = call("emulate", "--quiet", "--", "farandole", "verify", "--", "true")
+    assert "emulate: --quiet is for farandole run" in err
     call("emulate", "--set", "codec=int8", "--", "farandole", "verify", "--set", "codec=bf16", "--", "true")
     assert started == [[*FARANDOLE, "verify", "--set", "codec=int8", "--set", "codec=bf16", "--", "true"]]
 

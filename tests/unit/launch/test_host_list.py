@@ -65,6 +65,7 @@ def test_hosts_that_are_none_are_refused_in_horovods_words(text: str) -> None:
         ("node:2 slots=2", "slots is given twice"),
         ("node slots=4 max-slots=2", "slots=4 is more than max-slots=2"),
         ("-node slots=2", "'-node' is no name of a host"),
+        ("me@node1 slots=2", "write node1, and the user in ~/.ssh/config: Host node1 / User me"),
         ("[fe80::zz] slots=2", "'[fe80::zz]' is no IPv6 address"),
         ("first slots=1", "host first is on line 1 already; write each host once, with all its slots"),
         ("first", "host first is on line 1 already"),

@@ -62,6 +62,11 @@ def test_a_traceback_says_enough_and_no_rank_is_said_to_stand(tmp_path: Path) ->
     assert "stood at" not in failure.to_text(tmp_path)
     timed_out = replace(failure, traceback="RuntimeError: [gloo] Timed out waiting 1000ms for recv operation")
     assert "rank 0 stood at" in timed_out.to_text(tmp_path), "of a time-out the stacks say more"
+    path = position_path(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text(Position(0, 4, "pause", "train.py:11", "the phase 'evaluation'").to_json())
+    said = timed_out.to_text(tmp_path)
+    assert "rank 0 was in the phase 'evaluation' at train.py:11, and the others wait for timeout_seconds" in said
 
 
 def test_stacks_of_ranks_that_have_done_steps_since_are_left_out(tmp_path: Path) -> None:

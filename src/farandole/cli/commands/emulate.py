@@ -53,6 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_options(made)
     add_backend_option(made)
     add_record_option(made)
+    made.add_argument("--quiet", action="store_true", help="no progress line and no closing summary of the job")
     made.add_argument("--run-dir", metavar="DIR", help="where to keep the run, as for farandole run")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
     made.add_argument(
@@ -77,8 +78,9 @@ def main(arguments: Sequence[str]) -> int:
     latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
     command = _command(
-        options.command, plan_words(options), options.backend, options.run_dir, record=options.record
-    )
+        options.command, plan_words(options), options.backend, options.run_dir, record=options.record,
+        quiet=options.quiet,
+    )  # fmt: skip
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
     if os.geteuid() != 0:
@@ -115,14 +117,18 @@ def main(arguments: Sequence[str]) -> int:
 
 def _command(
     words: Sequence[str], plan: Sequence[str], backend: str | None = None, run_dir: str | None = None,
-    *, record: bool = True,
+    *, record: bool = True, quiet: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
 
     `plan` are the options of the plan; what a farandole command says itself goes before them. `backend` is that of
-    ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``, `record` false ``--no-record``.
+    ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``, `record` false ``--no-record``,
+    `quiet` its ``--quiet``.
     """
-    of_run = [*([] if backend is None else ["--backend", backend]), *([] if record else ["--no-record"])]
+    of_run = [
+        *(["--quiet"] if quiet else []), *([] if record else ["--no-record"]),
+        *([] if backend is None else ["--backend", backend]),
+    ]  # fmt: skip
     of_job = [*plan, *([] if run_dir is None else ["--run-dir", run_dir])]
     command = list(words[1:] if words[:1] == ["--"] else words)
     if not command:
@@ -139,10 +145,10 @@ def _command(
                 f"emulate: {of_job[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
                 remedy="leave it out, or start farandole run, verify or tune",
             )
-        option, takers = ("--backend", ["run", "tune"]) if record else ("--no-record", ["run"])
+        takers = ["run", "tune"] if of_run[:1] == ["--backend"] else ["run"]
         if of_run and "".join(command[1:2]) not in takers:
             raise ConfigError(
-                f"emulate: {option} is for farandole run, and `{' '.join(command[:2])}` has no such option",
+                f"emulate: {of_run[0]} is for farandole run, and `{' '.join(command[:2])}` has no such option",
                 remedy="leave it out, or start farandole run",
             )
         return [*ourselves, *command[1:2], *of_job, *of_run, *command[2:]]

@@ -166,7 +166,10 @@ def _parse_line(words: list[str], where: str, bare_slots: int) -> tuple[HostSlot
     """Return the host of one line, and whether the line says how many slots it has."""
     name, slots_text = (words[0], None) if is_ipv6(words[0]) else _split_slots(words[0], where)
     if not name:
-        raise ConfigError(f"{where}: {quoted(words[0])} is no name of a host", remedy=_LINE_FORMAT)
+        user, _, host = words[0].rpartition("@")
+        own = f"write {host}, and the user in ~/.ssh/config: Host {host} / User {user}"
+        remedy = own if _NAME.fullmatch(user) and _NAME.fullmatch(host) else _LINE_FORMAT
+        raise ConfigError(f"{where}: {quoted(words[0])} is no name of a host", remedy=remedy)
     values: dict[str, int] = {}
     if slots_text is not None:
         values["slots"] = _number(slots_text, f"{where}: slots", MOST_SLOTS)

@@ -27,6 +27,10 @@ _LEFT_REMEDY = (
     "every rank has to take part until all are done: does only this one reach an exit, or a loop's end? A value "
     "of one rank (a loss, a KL divergence) ends the loop of all ranks where each asks for farandole.mean(value)"
 )
+_LONGER_WAIT = (
+    "the others wait for timeout_seconds: give more (--set timeout_seconds=3600, fd.init(timeout_seconds=3600)), "
+    "or let every rank do its part of it (fd.shard(loader, evaluate=True))"
+)
 _MOST_FRAMES = 12
 
 
@@ -96,6 +100,11 @@ class Failure:
         lines: list[str] = []
         if self.traceback and not is_timeout(self.traceback, any_origin=True):
             return lines  # it says why; others stood where they were stopped, or long before
+        from ...core.failures.positions import describe, read_positions  # only of a job that stood still
+
+        pauses = [each for each in read_positions(directory) if each.kind == "pause"]
+        if pauses:
+            lines.append(f"farandole: {describe(pauses, past=True)}, and {_LONGER_WAIT}")
         for ranks, frames in where_they_stood(self.stacks):
             lines.append(f"farandole: {name_ranks(ranks)} stood at")
             lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]

@@ -2,13 +2,14 @@
 
 `fd.init` alone makes a world; a model trains in it only after `fd.distribute`, by Horovod's names, or wrapped by
 torch. Without that there are as many different models as ranks. What a loop adds up by itself cannot be seen
-from here, so this is a note and no error.
+from here, so this is a note and no error. A script that calls `fd.distribute` somewhere is told at the end alone.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
@@ -47,7 +48,8 @@ class UndistributedWatch:
         if self._here.session.steps.has_begun or _has_horovod() or _is_wrapped():
             return
         self._forgotten = True
-        self._say("")
+        if not _will_distribute():
+            self._say("")
 
     def _say(self, when: str) -> None:
         if self._here.rank == 0:
@@ -57,6 +59,14 @@ class UndistributedWatch:
                 "optimizer)"
             )
             sys.stderr.flush()
+
+
+def _will_distribute() -> bool:
+    """Return whether the script's file calls it: what trains before may be a model to compare with."""
+    try:
+        return "distribute(" in Path(sys.modules["__main__"].__file__ or "").read_text(encoding="utf-8")
+    except (AttributeError, KeyError, OSError, ValueError):  # no file: a notebook, -c
+        return False
 
 
 def _has_horovod() -> bool:
