@@ -153,3 +153,33 @@ def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[st
     """`-c` was taken for `-cb`, which prints what was built and starts nothing."""
     assert "unknown option -c" in refusal(capsys, "-np", "2", "-c", "print()")
     assert run([*DRY, "-p22", "-Hlocalhost:2", "true"]) == 0, "a value may stick to its option"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (
+            "run --dry-run --set bucket_bytes=4XB -- train.py",
+            "bucket_bytes: expected a whole number of bytes, such as 4MiB, got '4XB'",
+        ),
+        ("run --dry-run --set timeout_seconds=-1 -- train.py", "expected seconds from 0, such as 600"),
+        ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value"),
+        ("estimate missing.py:m", "no file 'missing.py'; name a file that is there: train.py:make_model"),
+        ("estimate train.py:nix", "train.py has no 'nix'; known: none"),
+        ("diagnose missing", "missing is not a run directory; name a directory below runs/"),
+        ("report .", "expected run.json or events-rank0.jsonl"),
+        ("compare missing", "one run was given; farandole compare missing runs/ANOTHER"),
+        ("top missing --once", "missing is not a run directory"),
+        ("checkpoint verify missing", "expected a directory of checkpoints; name the directory that was given"),
+        ("tune --steps 0 -- train.py", "--steps 0: expected at least 1"),
+    ],
+)
+def test_a_wrong_input_names_value_expectation_and_remedy(
+    line: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    assert run(line.split()) == 2
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Traceback" not in said

@@ -105,8 +105,11 @@ def test_a_size_of_buckets_that_is_left_open_follows_the_device() -> None:
     ("values", "text"),
     [
         ({"bucket_bytes": -1}, "plan: bucket_bytes = -1, expected at least 0"),
-        ({"bucket_bytes": "many"}, "plan: bucket_bytes: expected a whole number, got 'many'"),
-        ({"bucket_bytes": 1.5}, "plan: bucket_bytes: expected a whole number, got 1.5"),
+        (
+            {"bucket_bytes": "many"},
+            "plan: bucket_bytes: expected a whole number of bytes, such as 4MiB, got 'many'",
+        ),
+        ({"bucket_bytes": 1.5}, "plan: bucket_bytes: expected a whole number of bytes, such as 4MiB, got 1.5"),
         ({"accumulate": True}, "plan: accumulate: expected a whole number, got True"),
         ({"lossy": "perhaps"}, "plan: lossy: expected true or false, got 'perhaps'"),
         ({"precision": "int8"}, "plan: precision: expected one of 'fp32', 'bf16', 'fp16', got 'int8'"),
@@ -114,7 +117,10 @@ def test_a_size_of_buckets_that_is_left_open_follows_the_device() -> None:
         ({"codec_for": 5}, "plan: codec_for: expected a table of texts, got 5"),
         ({"sync": 3}, "plan: sync: expected text, got 3"),
         ({"balance": [2, 1]}, "plan: balance: expected text, got [2, 1]"),
-        ({"timeout_seconds": object}, "plan: timeout_seconds: expected a number, got <class 'object'>"),
+        (
+            {"timeout_seconds": object},
+            "plan: timeout_seconds: expected seconds from 0, such as 600 or 10m, got <class 'object'>",
+        ),
     ],
 )
 def test_the_constructor_refuses_values_of_other_types(values: dict[str, Any], text: str) -> None:

@@ -145,7 +145,7 @@ def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigE
         converted = _convert_one(value, option, name)
         if converted is not None:
             return converted
-    wanted = " or ".join(_describe(option) for option in options if option is not type(None))
+    wanted = " or ".join(_describe(option, name) for option in options if option is not type(None))
     raise error(f"{where}: expected {wanted}, got {value!r}")
 
 
@@ -203,7 +203,9 @@ def _read_value(value: Any) -> Any:
     return value
 
 
-def _describe(option: Any) -> str:
+def _describe(option: Any, name: str) -> str:
+    if name.endswith(("_bytes", "_seconds")) and option in (int, float):
+        return "a whole number of bytes, such as 4MiB" if option is int else "seconds from 0, such as 600 or 10m"
     if typing.get_origin(option) is typing.Literal:
         return "one of " + ", ".join(repr(choice) for choice in typing.get_args(option))
     if typing.get_origin(option) is Mapping:

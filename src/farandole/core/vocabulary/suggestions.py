@@ -37,7 +37,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """
     names = sorted(known)
     close = nearest(name, names)
-    return f"did you mean {close!r}?" if close else f"known: {', '.join(names)}"
+    return f"did you mean {close!r}?" if close else f"known: {', '.join(names) or 'none'}"
 
 
 def install_command(extra: str = "") -> str:

@@ -91,7 +91,9 @@ def _short(filename: str) -> str:
 
 def _load_file(path: Path, what: str) -> ModuleType:
     if not path.is_file():
-        raise ConfigError(f"{what}: no file {str(path)!r}")
+        raise ConfigError(
+            f"{what}: no file {str(path)!r}", remedy="name a file that is there: train.py:make_model"
+        )
     _find_modules_in(path.resolve().parent)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
