@@ -211,7 +211,7 @@ TRUTHS = {
         (1,),
         "forward",
     ),
-    "slow start": Truth(healthy(first_step_factor=10.0), "warm-up", "pauses", 3 * 9 * 0.097 / 60),
+    "slow start": Truth(healthy(first_step_factor=10.0), "warm-up", "compute", 3 * 9 * 0.097 / 60),
     "more samples": Truth(
         healthy(
             samples=lambda rank, step: 12 if rank == 2 else 8,

@@ -359,6 +359,22 @@ def test_a_slow_start_has_no_share_above_one(tmp_path: Path) -> None:
     assert "more than the" in start.title
 
 
+@pytest.mark.parametrize(
+    ("steps", "factor", "is_found", "is_told"),
+    [(25, 3.0, False, False), (25, 60.0, True, True), (60, 2.5, True, False), (60, 10.0, True, True),
+     (400, 60.0, True, True)],
+)  # fmt: skip
+def test_a_slow_start_is_a_fact_beside_the_verdict(
+    steps: int, factor: float, is_found: bool, is_told: bool, tmp_path: Path
+) -> None:
+    found = of(tmp_path / "r", healthy(steps=steps, first_step_factor=factor))
+    assert found.bound == "compute"
+    assert found.verdict.startswith("Compute-bound: "), found.verdict
+    assert ("warm-up" in {each.kind for each in found.findings}) is is_found, found.findings
+    assert ("; the start is slow: " in found.verdict) is is_told, found.verdict
+    assert found.worst_share() < 0.1, "a job that fails over a share of a step does not fail for its start"
+
+
 def test_figures_of_few_steps_say_so_where_they_stand(tmp_path: Path) -> None:
     path = write_run(tmp_path / "r", healthy(steps=5))
     assert "(from 2 of 5 steps)" in diagnose(path).verdict

@@ -16,12 +16,12 @@ from ..figures.waits import hidden_by_step, rows_by_step
 from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
-from .facts.finding import Diagnosis, Finding, Fix
+from .facts.finding import OUTSIDE, Diagnosis, Finding, Fix
 from .facts.step_table import StepTable, has_phases, make_step_table
 from .failed_saves import failed_saves
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
-from .finders.disjoint import OUTSIDE, make_disjoint, room_of, scaled_to
+from .finders.disjoint import make_disjoint, room_of, scaled_to
 from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
 from .finders.front_ends import in_words_of
 from .finders.host_facts import find_device_limits, find_starved
@@ -43,7 +43,7 @@ _BOUND_OF = {
     "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
     "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
     "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
-    "warm-up": "pauses", "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
+    "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
     "experts": "straggler", "optimizer": "compute", "small-batch": "compute", "bubble": "pipeline",
     "slow-stage": "pipeline",
     "pipeline-communication": "communication", "tensor-communication": "communication",
@@ -125,12 +125,17 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     findings = in_order(disjoint, several_hosts=len({each.host for each in records.timelines}) > 1)
     findings = [in_words_of(finding, table) for finding in findings]
     parts = parts_of(table)
-    bound = bound_of(findings)
-    if bound == "compute" and table.undivided_share >= BOUND_SHARE and not (findings and _limits(findings[0])):
+    inside = [finding for finding in findings if finding.kind not in OUTSIDE]
+    bound = bound_of(inside)
+    if bound == "compute" and table.undivided_share >= BOUND_SHARE and not (inside and _limits(inside[0])):
         bound = "unknown"  # it may be the data
     unequal = [] if any(finding.kind == "experts" for finding in findings) else unequal_experts(records)
     notes = [*failed_saves(records), *_tuned(records), *unequal, *records.notes, *table.notes, *_notes(table)]
-    verdict = with_few(_sentence(table, bound, findings, parts), table, steps)
+    sentence = _sentence(table, bound, inside, parts)
+    start = [each.title for each in findings if each.kind in OUTSIDE and each.share >= BOUND_SHARE]
+    if start and not (inside and _limits(inside[0])):
+        sentence = f"{sentence.removesuffix('.')}; {start[0]}."
+    verdict = with_few(sentence, table, steps)
     return Diagnosis(
         records.name, bound, verdict, confidence(len(table.steps)), records.size,
         steps, len(table.steps), table.step_seconds, parts, _hidden(table), tuple(findings), tuple(notes),
@@ -157,7 +162,7 @@ def _limits(finding: Finding) -> bool:
 def in_order(findings: Sequence[Finding], *, several_hosts: bool) -> list[Finding]:
     """Return the findings, costliest first; but those that limit the steps come before those outside of them.
 
-    A longer run has its slow start only once: it is the verdict only of a run whose steps are as they should be.
+    A longer run has its slow start only once: it is a fact beside the verdict, which is of the steps.
     """
     ordered = sorted(findings, key=lambda finding: (-finding.seconds, finding.kind == "communication"))
     binds = [finding for finding in ordered if finding.kind not in OUTSIDE and finding.share >= BOUND_SHARE]

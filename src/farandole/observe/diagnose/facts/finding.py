@@ -46,6 +46,8 @@ KINDS: Mapping[str, str] = {
     "small-batch": "the batch is so small that work which does not depend on it is much of a step",
 }
 """Every kind of finding, and what it means."""
+OUTSIDE = frozenset({"warm-up"})
+"""Kinds whose cost is no part of the mean step: they bind no run, and are facts beside its verdict."""
 
 
 @dataclass(frozen=True)
@@ -124,5 +126,5 @@ class Diagnosis:
         return {"version": 1, **asdict(self)}
 
     def worst_share(self) -> float:
-        """Return the largest share of a step that a finding costs; 0 without findings."""
-        return max((finding.share for finding in self.findings), default=0.0)
+        """Return the largest share of a step that a finding costs; 0 without findings. A slow start is in none."""
+        return max((finding.share for finding in self.findings if finding.kind not in OUTSIDE), default=0.0)

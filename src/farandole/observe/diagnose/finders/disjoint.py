@@ -22,11 +22,9 @@ from ....core.vocabulary.events import DATA, OPTIMIZER, OTHER, UNDIVIDED
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST
 from ..facts.evidence import LEAST_SHARE, format_cost
-from ..facts.finding import Finding
+from ..facts.finding import OUTSIDE, Finding
 from ..facts.step_table import StepTable
 
-OUTSIDE = frozenset({"warm-up"})
-"""Kinds whose cost is no part of the mean step."""
 COMMUNICATION = "communication"
 WAITING = "waiting"
 _WORK = (*COMPUTE_AND_REST, UNDIVIDED, DATA)

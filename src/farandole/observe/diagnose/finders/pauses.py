@@ -131,7 +131,7 @@ def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Findi
     found = _spikes(table, lengths, later, usual, explained)
     extra = sum(max(0.0, lengths[step] - usual) for step in first) / len(numbers)
     share = extra / table.step_seconds
-    if len(numbers) >= _LEAST_START_STEPS and share >= _START_SHARE:
+    if share >= (_START_SHARE if len(numbers) >= _LEAST_START_STEPS else 1):
         times = sum(lengths[s] for s in first) / len(first) / usual
         evidence = (
             f"the first {len(first)} steps take {times:.1f} times the median",
