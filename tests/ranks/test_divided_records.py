@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from farandole.observe.read.run_reader import read_run
 from tests import warm
 
 SCRIPT = """
@@ -58,6 +59,8 @@ def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: 
     assert summary["tokens_per_second"] == pytest.approx(16 * summary["samples_per_second"])
     assert summary["sent_bytes_per_step"] == pytest.approx(sent_bytes), "the mean of the ranks"
     assert summary["shares"]["communication"] + summary["shares"]["waiting"] > 0
+    (timeline, _) = read_run(tmp_path / "run").timelines
+    assert timeline.setup["degrees"] == ("1 1 1 1 1 2" if degree == "tensor" else "2 1 1 1 1 1")
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     for row in map(json.loads, lines):
         if row["kind"] == "step" and "samples_per_second" in row:

@@ -88,12 +88,12 @@ def make_mesh(here: World, plan: Plan) -> Mesh:
     degrees = degrees_of(plan, here.size)
     refuse_combinations(plan, degrees)
     before, here.session.degrees = here.session.degrees, degrees
-    replicas = [each.size_over(SAME_PARAMETERS) for each in (before, degrees) if each is not None]
-    if min(replicas) < here.size:  # a model that nothing divides has as many as there are ranks
-        here.session.recorder.record(events.Setup({events.SETUP_REPLICAS: replicas[-1]}))
-    if max(each.size_over(SAME_SAMPLES) for each in (before, degrees) if each is not None) > 1:
+    if not all(each.is_data_alone for each in (before, degrees) if each is not None):
         same = f"{degrees.rank_over(here.rank, SAME_SAMPLES)} {degrees.size_over(SAME_SAMPLES)}"
-        here.session.recorder.record(events.Setup({events.SETUP_SAME_SAMPLES: same}))
+        facts = {events.SETUP_DEGREES: " ".join(str(getattr(degrees, name)) for name in ORDER)}
+        facts |= {events.SETUP_SAME_SAMPLES: same}
+        replicas = degrees.size_over(SAME_PARAMETERS)
+        here.session.recorder.record(events.Setup({**facts, events.SETUP_REPLICAS: replicas}))
     meshes = here.session.keep(_MeshTable, _MeshTable)
     if degrees not in meshes:
         meshes[degrees] = Mesh(here, degrees)

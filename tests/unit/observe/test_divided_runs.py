@@ -11,11 +11,15 @@ from typing import Any
 
 import pytest
 
+from farandole.core.vocabulary.degrees import ORDER
 from farandole.core.vocabulary.events import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
+    SETUP_DEGREES,
+    SETUP_ELEMENTS,
     SETUP_REPLICAS,
+    SETUP_ROWS_IN_STEP,
     SETUP_SAME_SAMPLES,
     DataWait,
     InnerExchange,
@@ -49,6 +53,13 @@ class Training:
     """More of forward, by rank."""
     wire: float = 0.0
     """What the network takes of the exchanges inside of forward, or of the optimizer's step for "shard"."""
+    wires: Mapping[int, float] = field(default_factory=dict)
+    """The same by group of neighbours, where they are unlike."""
+    group: int = 0
+    """Ranks of a group; 0: all of them are one, and the mesh is not recorded."""
+    hosts: int = 1
+    setup: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 USUAL = {"data": 0.001, FORWARD: 0.03, BACKWARD: 0.06, OPTIMIZER: 0.005}
@@ -59,6 +70,7 @@ def write(directory: Path, run: Training) -> Path:
     facts = {
         "version": 1, "size": run.ranks, "command": ["python", "t.py"], "plan": dict(run.plan), "hosts": ["h"],
         "typed_command": ["farandole", "run", "-np", str(run.ranks), "--", "python", "t.py"],
+        **run.facts,
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(facts))
     for rank in range(run.ranks):
@@ -71,8 +83,14 @@ def write(directory: Path, run: Training) -> Path:
 
 def events_of(run: Training, rank: int) -> Sequence[Any]:
     seconds = {**USUAL, **run.seconds}
-    found: list[Any] = [Started(rank, run.ranks, "h", 1, 0, 100.0, "2026-01-01")]
-    found.append(Setup({SETUP_REPLICAS: 1}))
+    host = f"h{rank % run.hosts}" if run.hosts > 1 else "h"
+    found: list[Any] = [Started(rank, run.ranks, host, 1, 0, 100.0, "2026-01-01")]
+    found.append(Setup({SETUP_REPLICAS: 1, **run.setup}))
+    if run.group:
+        sizes = {name: {"data": run.ranks // run.group, run.degree: run.group}.get(name, 1) for name in ORDER}
+        found.append(Setup({SETUP_DEGREES: " ".join(map(str, sizes.values()))}))
+    group = rank // (run.group or run.ranks)
+    late = [run.late.get(each, 0.0) for each in range(run.ranks) if each // (run.group or run.ranks) == group]
     if run.same > 1:
         found.append(Setup({SETUP_SAME_SAMPLES: f"{rank % run.same} {run.same}"}))
     at = 100.0
@@ -83,8 +101,7 @@ def events_of(run: Training, rank: int) -> Sequence[Any]:
             begin = at
             at += seconds[name] + (run.late.get(rank, 0.0) if name == FORWARD else 0.0)
             if name == (OPTIMIZER if run.degree == "shard" else FORWARD):
-                waits = max(run.late.values(), default=0.0) - run.late.get(rank, 0.0)
-                inner = run.wire + waits
+                inner = run.wires.get(group, run.wire) + max(late) - run.late.get(rank, 0.0)
                 cuts = [at + inner * part / 4 for part in range(5)]
                 found += [InnerExchange(run.degree, *ends, 250) for ends in itertools.pairwise(cuts)]
                 at += inner
@@ -104,7 +121,8 @@ BIG = {"tensor": 2, "context": 2, "expert": 2, "shard": 2, "rows": 1}
 def test_an_exchange_inside_of_phases_binds_the_run_and_has_a_fix(tmp_path: Path, degree: str) -> None:
     plan = {degree: 2} if degree in ("tensor", "context", "expert") else {"zero": 2} if degree == "shard" else {}
     same = 2 if degree in ("tensor", "context") else 1
-    run = write(tmp_path / "run", Training(degree, plan, same=same, wire=0.06))
+    setup = {SETUP_ROWS_IN_STEP: True} if degree == "rows" else {}
+    run = write(tmp_path / "run", Training(degree, plan, same=same, wire=0.06, setup=setup))
     found, summary = diagnose(run), summarise(run)
     assert found.bound == "communication", found.verdict
     (first, *_) = found.findings
@@ -122,7 +140,8 @@ def test_an_exchange_inside_of_phases_binds_the_run_and_has_a_fix(tmp_path: Path
     pasted = first.fixes[0].paste
     said = {
         "tensor": "--set tensor=1", "context": "--set context=1", "expert": "--set expert_codec=int8",
-        "shard": "--set overlap_gather=true", "rows": "staleness=None",
+        "shard": "--set overlap_gather=true",
+        "rows": "staleness=None  # argument of fd.RowTable",
     }  # fmt: skip
     assert said[degree] in pasted
 
@@ -136,6 +155,53 @@ def test_half_of_four_tensor_ranks_saves_two_thirds_of_the_bytes(tmp_path: Path)
     assert fix.changes == {"tensor": 2, "data": "rest"}
     alone = found_in(tmp_path / "two", Training("tensor", {**plan, "tensor": 2}, ranks=4, same=2, wire=0.06))
     assert alone.findings[0].fixes[0].changes == {"tensor": 1, "sequence_parallel": False, "data": "rest"}
+
+
+@pytest.mark.parametrize("degree", ["tensor", "context", "expert"])
+def test_the_network_is_told_from_waiting_within_a_group(tmp_path: Path, degree: str) -> None:
+    slow = Training(degree, {degree: 2, "data": "rest"}, ranks=4, group=2, wires={0: 0.001, 1: 0.06})
+    run = write(tmp_path / "slow", slow)
+    (first, *_), summary = diagnose(run).findings, summarise(run)
+    assert (first.kind, first.ranks) == (f"{degree}-communication", (2, 3)), first
+    assert first.seconds == pytest.approx(0.06, rel=0.01), "as long as the slower link takes"
+    assert "ranks 2 and 3" in first.evidence[1]
+    assert summary.shares is not None
+    assert summary.shares["waiting"] == pytest.approx(0.0, abs=1e-6), "nobody of a group waits for the other group"
+    late = write(tmp_path / "late", Training(degree, {degree: 2}, ranks=4, group=2, late={3: 0.05}, wire=0.001))
+    (first, *_), summary = diagnose(late).findings, summarise(late)
+    assert (first.kind, first.ranks) == ("straggler", (3,)), first
+    assert summary.to_mapping()["shares"]["communication"] < 0.02
+
+
+def test_a_degree_that_is_the_rest_has_a_fix(tmp_path: Path) -> None:
+    found = found_in(tmp_path, Training("context", {"context": "rest", "data": 2}, ranks=8, same=4, wire=0.06))
+    assert found.findings[0].fixes[0].changes == {"context": 2, "data": "rest"}
+    plan = {"context": "rest", "shard": 2, "zero": 1}
+    alone = found_in(tmp_path / "shard", Training("context", plan, ranks=4, same=2, wire=0.06))
+    assert alone.findings[0].fixes[0].changes == {"context": 1}, "data is the rest already"
+
+
+@pytest.mark.parametrize(("elements", "saved"), [(60, 0.06 - 0.06 / 1000 * 4 * 120 / 2), (600, None)])
+def test_fewer_tensor_ranks_are_told_where_they_save_more_than_the_gradients_cost(
+    tmp_path: Path, elements: int, saved: float | None
+) -> None:
+    run = Training("tensor", {"tensor": 2}, same=2, wire=0.06, setup={SETUP_ELEMENTS: elements})
+    fix = found_in(tmp_path, run).findings[0].fixes[0]
+    assert fix.gain is not None
+    if saved is None:
+        assert fix.paste == ""
+        assert "a faster link" in fix.what
+    else:
+        assert fix.gain.seconds == pytest.approx(saved, rel=0.01)
+
+
+def test_stepped_parameters_between_hosts_travel_in_fewer_bits_where_forward_hides_little(tmp_path: Path) -> None:
+    run = Training("shard", {"zero": 2}, wire=0.06, hosts=2)
+    packed, behind = found_in(tmp_path, run).findings[0].fixes
+    assert packed.changes == {"weight_codec": "int8"}
+    assert behind.changes == {"overlap_gather": True}
+    assert behind.gain is not None
+    assert behind.gain.seconds == pytest.approx(USUAL[FORWARD], rel=0.01), "no more than forward takes"
 
 
 @pytest.mark.parametrize("degree", ["tensor", "context", "expert"])

@@ -1,7 +1,9 @@
 """Exchanges inside of phases, of activations, stepped parameters and rows: what they cost beyond waiting.
 
-[Note: fewer ranks of a degree] With half as many ranks a model has half the samples of a step, as there are twice
-as many models, in smaller rings (`core.step_model.comm_cost`). What is summed of gradients grows, uncounted.
+[Note: fewer ranks of a degree] With half as many ranks there are twice as many models in smaller rings
+(`core.step_model.comm_cost`), and a step has twice the samples: a loader's batch is that of a rank. For the same
+samples each model has half of them. But a rank then holds and exchanges the gradients of twice as many parameters:
+once in so many samples, at the rate of the exchanges that were seen. Ranks of a context group have all of them.
 """
 
 from __future__ import annotations
@@ -11,10 +13,14 @@ from typing import Any
 
 from ...core.step_model.comm_cost import ring_bytes
 from ...core.vocabulary.codec_spec import NONE
-from ...core.vocabulary.degrees import REST
+from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, degrees_of
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.events import FORWARD, SETUP_ELEMENTS, SETUP_ROWS_IN_STEP
+from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..figures.figures import mean
-from .facts.evidence import LEAST_SHARE, confidence, format_cost
+from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from .facts.finding import Finding, Fix, Gain
 from .facts.proposals import command_with
 from .facts.step_table import StepTable
@@ -36,50 +42,73 @@ _ALONE: Mapping[str, Mapping[str, Any]] = {
 
 
 def find_inner(table: StepTable) -> list[Finding]:
-    """Return a finding for each kind of exchange inside of phases that takes long."""
-    cells = [cell for own in table.cells for cell in own]
+    """Return a finding for each kind of exchange inside of phases that takes long: where it takes longest."""
     found = []
     for degree, words in _WORDS.items():
-        seconds = mean([cell.inner.get(degree, 0.0) for cell in cells])
+        by_rank = [mean([cell.inner.get(degree, 0.0) for cell in own]) for own in table.cells]
+        seconds = max(by_rank)
         share = seconds / table.step_seconds
         if share < LEAST_SHARE:
             continue
-        waited = mean([row.inner_seconds.get(degree, 0.0) for own in table.rows for row in own]) - seconds
+        waited = mean([row.inner_seconds.get(degree, 0.0) for own in table.rows for row in own]) - mean(by_rank)
         sent = mean([float(row.inner_bytes) for own in table.rows for row in own])
-        evidence = (
+        evidence = [
             f"a rank sends {format_bytes(sent)} a step inside of its phases, and computes nothing meanwhile; it "
             f"waits {format_seconds(waited)} more for ranks that come later",
-        )
+        ]
+        slow = tuple(rank for rank, own in zip(table.ranks, by_rank, strict=True) if own > seconds / 2)
+        if len(slow) < len(by_rank):
+            who = name_ranks(slow, most=SHOWN_RANKS)
+            evidence.append(f"so it is for {who}; of others it takes from {format_seconds(min(by_rank))}")
         cost = format_cost(seconds, share)
         fixes = tuple(_FIXES.get(degree, _fewer)(table, degree, seconds))
         kind = f"{degree}-communication"
         found.append(
-            Finding(kind, f"{words} {cost}", seconds, share, evidence=evidence, fixes=fixes,
-                    confidence=confidence(len(table.steps)))
+            Finding(kind, f"{words} {cost}", seconds, share, slow if len(slow) < len(by_rank) else (),
+                    evidence=tuple(evidence), fixes=fixes, confidence=confidence(len(table.steps)))
         )  # fmt: skip
     return found
 
 
 def _fewer(table: StepTable, degree: str, seconds: float) -> list[Fix]:
-    """Return half the ranks of a degree. See [Note: fewer ranks of a degree]."""
+    """Return half the ranks of a degree, if that saves time. See [Note: fewer ranks of a degree]."""
     plan = table.records.plan
-    ranks = plan.get(degree)
-    if not isinstance(ranks, int) or ranks < 2 or ranks % 2:
+    try:
+        degrees = degrees_of(Plan.from_mapping(plan, where="run.json"), table.records.size)
+    except ConfigError:  # of another version
         return []
+    ranks = getattr(degrees, degree)
     half = ranks // 2
+    left = ring_bytes(0.5, max(1, half)) / ring_bytes(1.0, max(2, ranks))
+    more = 0.0 if degree == "context" else _more_gradients(table, 2 * degrees.size_over(OTHER_SAMPLES))
+    saved = seconds * (1 - left) - more / 2
+    if ranks % 2 or saved < LEAST_SHARE * table.step_seconds:
+        what = f"a faster way between the ranks of a {degree} group: one host for all of them, or a faster link"
+        return [Fix(what, "", Gain(seconds, "all of it, if what is sent takes no time"))]
     changes: dict[str, Any] = {degree: half}
     if half == 1:
         changes |= {name: value for name, value in _ALONE[degree].items() if plan.get(name, value) != value}
-    if isinstance(plan.get("data"), int) and plan["data"] > 1:
-        changes["data"] = REST
-    left = ring_bytes(0.5, half) / ring_bytes(1.0, ranks)
+    if not any(plan.get(name) == REST for name in ORDER if name not in ("data", degree)):
+        changes |= {"data": REST} if plan.get("data", REST) != REST else {}
     gain = Gain(
-        seconds * (1 - left),
-        f"half the samples of a model and a ring of {half}: {left:.0%} of the bytes; the gradients' exchange "
-        "grows, which is not counted",
+        saved,
+        f"for the same samples: half of them for a model and a ring of {half}: {left:.0%} of the bytes; less "
+        f"{format_seconds(more)} for more gradients every second time",
     )
     what = f"{degree} = {half}, and twice as many models, if one still fits (farandole estimate; zero = 3 helps)"
     return [Fix(what, command_with(table.records, changes), gain, changes)]
+
+
+def _more_gradients(table: StepTable, replicas: int) -> float:
+    """Return the seconds that an exchange takes longer if each rank holds twice as many parameters."""
+    elements = table.records.timelines[0].setup.get(SETUP_ELEMENTS)
+    rows = [row for own in table.rows for row in own]
+    inner = sum(sum(cell.inner.values()) for own in table.cells for cell in own)
+    if not isinstance(elements, int) or inner <= 0:
+        return 0.0
+    sent = mean([float(sum(exchange.sent_bytes for exchange in row.exchanges)) for row in rows])
+    more = max(0.0, ring_bytes(4 * 2 * elements, replicas) - sent)
+    return more * inner / max(1, sum(row.inner_bytes for row in rows))
 
 
 def _of_experts(table: StepTable, degree: str, seconds: float) -> list[Fix]:
@@ -95,15 +124,27 @@ def _of_experts(table: StepTable, degree: str, seconds: float) -> list[Fix]:
 
 
 def _of_shards(table: StepTable, degree: str, seconds: float) -> list[Fix]:
-    changes = {"overlap_gather": True}
-    gain = Gain(seconds, "all of it, if the next forward pass takes longer")
-    what = "let stepped parameters arrive while the next forward pass runs"
-    return [Fix(what, command_with(table.records, changes), gain, changes)]
+    plan = table.records.plan
+    fixes: list[tuple[str, Gain, dict[str, Any]]] = []
+    has_network = len({each.host for each in table.records.timelines}) > 1  # in one host they travel exactly
+    if has_network and plan.get("weight_codec", NONE) == NONE and not plan.get("bf16_parameters"):
+        gain = Gain(seconds * (1 - INT8_SHARE), "exposed time in proportion to the bytes of float32")
+        fixes.append(("parameters whose changes travel as 8-bit numbers", gain, {"weight_codec": "int8"}))
+    if not plan.get("overlap_gather"):
+        forward = mean([cell.phases.get(FORWARD, 0.0) for own in table.cells for cell in own])
+        gain = Gain(min(seconds, forward), f"what fits behind forward, {format_seconds(forward)}")
+        what = "let stepped parameters arrive while the next forward pass runs"
+        fixes.append((what, gain, {"overlap_gather": True}))
+    fixes.sort(key=lambda fix: -fix[1].seconds)
+    return [Fix(what, command_with(table.records, changes), gain, changes) for what, gain, changes in fixes]
 
 
 def _of_rows(table: StepTable, degree: str, seconds: float) -> list[Fix]:
+    shorter = Fix("shorter rows (dim) or fewer ids a batch, or a faster link to the servers")
+    if not any(each.setup.get(SETUP_ROWS_IN_STEP) for each in table.records.timelines):
+        return [shorter]
     what = "let servers apply rows when they come, if the training bears it: ranks do not wait for a common step"
-    return [Fix(what, "RowTable(..., staleness=None)")]
+    return [Fix(what, "staleness=None  # argument of fd.RowTable"), shorter]
 
 
 _FIXES: Mapping[str, Callable[[StepTable, str, float], list[Fix]]] = {

@@ -8,8 +8,9 @@ for all of them, and it is unknown when the others came: a phase `EXCHANGE`, whi
 of exchanges that were too many to keep one by one.
 
 [Note: exchanges inside of phases] For those of activations, stepped parameters and rows no arrival is recorded:
-what the rank that waits least for them takes is the network, and what others take longer is waiting. They are no
-part of the phase that they are in.
+what the rank of a group that waits least for them takes is the network, and what others of it take longer is
+waiting. They are no part of the phase that they are in. Groups follow from the degrees; of a run that did not
+record these, and of rows, all ranks are one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ...core.vocabulary.degrees import ORDER, SAME_PARAMETERS, Degrees
 from ...core.vocabulary.events import (
     BACKWARD,
     COMPUTING,
@@ -27,6 +29,7 @@ from ...core.vocabulary.events import (
     OPTIMIZER,
     OTHER,
     PIPELINE_WAIT,
+    SETUP_DEGREES,
     UNDIVIDED,
 )
 from ..format.phases import step_seconds
@@ -102,20 +105,41 @@ def step_parts(
     split = split_rows(rows, one_clock=one_clock)
     wanted = finds_hidden and len(rows) > 1
     hidden = hidden_by_step(rows_by_step(rows), one_clock=one_clock) if wanted else {}
-    least = {step: least_inner(here) for step, here in rows_by_step(rows).items()}
+    least = least_inner(timelines, rows)
     return [
         [
-            parts_of(row, waits_of(row), own, least[row.step], hidden.get(row.step, 0.0))
-            for row, own in zip(steps, of_rank, strict=True)
+            parts_of(row, waits_of(row), own, inner, hidden.get(row.step, 0.0))
+            for row, own, inner in zip(*of_rank, strict=True)
         ]
-        for steps, of_rank in zip(rows, split, strict=True)
+        for of_rank in zip(rows, split, least, strict=True)
     ]
 
 
-def least_inner(rows: Sequence[StepRow]) -> dict[str, float]:
-    """Return what the network takes of exchanges inside of phases, by degree. `rows`: one step's, of all ranks."""
-    degrees = {name for row in rows for name in row.inner_seconds}
-    return {name: min(row.inner_seconds[name] for row in rows if name in row.inner_seconds) for name in degrees}
+def least_inner(
+    timelines: Sequence[RankTimeline], rows: Sequence[Sequence[StepRow]]
+) -> list[list[dict[str, float]]]:
+    """Return what the network takes of exchanges inside of phases, by degree; by timeline and step as `rows`."""
+    found: dict[tuple[int, str, object], float] = {}
+    groups = [_groups_of(timeline) for timeline in timelines]
+    for own, group in zip(rows, groups, strict=True):
+        for row in own:
+            for name, seconds in row.inner_seconds.items():
+                key = (row.step, name, group.get(name))
+                found[key] = min(seconds, found.get(key, seconds))
+    return [
+        [{name: found[row.step, name, group.get(name)] for name in row.inner_seconds} for row in own]
+        for own, group in zip(rows, groups, strict=True)
+    ]
+
+
+def _groups_of(timeline: RankTimeline) -> dict[str, tuple[int, ...]]:
+    """Return what tells the group of a rank from others, by degree. See [Note: exchanges inside of phases]."""
+    sizes = str(timeline.setup.get(SETUP_DEGREES) or "").split()
+    if len(sizes) != len(ORDER) or not all(size.isdecimal() for size in sizes):
+        return {}
+    place = Degrees(*map(int, sizes)).place(timeline.rank)
+    within = {**{name: (name,) for name in ORDER}, "shard": SAME_PARAMETERS}
+    return {name: tuple(place[each] for each in ORDER if each not in names) for name, names in within.items()}
 
 
 def parts_of(
@@ -127,7 +151,7 @@ def parts_of(
 ) -> StepParts:
     """Return one step's parts.
 
-    `split`: seconds of its `waits` for others, and of communication; `least`: `least_inner` of its step.
+    `split`: seconds of its `waits` for others, and of communication; `least`: its `least_inner`.
     """
     phases = step_seconds(_rename_unsplit_waits(with_waits(row, waits)))
     for name, seconds in row.inner_phases.items():

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError, FarandoleError
-from ...core.vocabulary.events import InnerExchange
+from ...core.vocabulary.events import SETUP_ROWS_IN_STEP, InnerExchange, Setup
 from ..server.message import ServerMessage
 from .copies import Mark, RowChanges, read_changes
 from .hashing import key_of
@@ -134,6 +134,8 @@ class RowTable(nn.Module):
             links, key_of(name, 0), dim, dtype, in_rounds=staleness == 0, counts_occurrences=admit > 1
         )
         self._gradients: list[_Gradient] = []
+        if self._world is not None and staleness == 0:
+            self._world.session.recorder.record(Setup({SETUP_ROWS_IN_STEP: True}))
         if has_world():
             world().session.keep(JobTables, JobTables).tables.add(self)
 

@@ -142,7 +142,8 @@ def make_step_table(records: RunRecords) -> StepTable:
     if not one_clock and not records.incomparable and len(rows) > 1:
         notes.append("the ranks' clocks do not agree: times of different ranks are not compared")
     seen = sees_exchanges(records.timelines)
-    return StepTable(records, counted, rows, _cells(rows, one_clock), skip, one_clock, notes, seen)
+    cells = _cells(rows, one_clock, least_inner(records.timelines, rows))
+    return StepTable(records, counted, rows, cells, skip, one_clock, notes, seen)
 
 
 def _ended_early(records: RunRecords) -> list[str]:
@@ -174,16 +175,17 @@ def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:
     return all(any(row.phases for row in own) for own in rows)
 
 
-def _cells(rows: Sequence[Sequence[StepRow]], one_clock: bool) -> list[list[RankStep]]:
+def _cells(
+    rows: Sequence[Sequence[StepRow]], one_clock: bool, least: Sequence[Sequence[Mapping[str, float]]]
+) -> list[list[RankStep]]:
     cells: list[list[RankStep]] = [[] for _ in rows]
     known = has_phases(rows)
-    for own in zip(*rows, strict=True):
+    for own, inner in zip(zip(*rows, strict=True), zip(*least, strict=True), strict=True):
         waits = [waits_of(row) for row in own]
         splits = split_waits(waits, one_clock=one_clock)
-        least = least_inner(own)
         late = _lateness(waits) if one_clock and len(own) > 1 else [None] * len(own)
         for rank, row in enumerate(own):
-            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], least, has_phases=known))
+            cells[rank].append(_cell(row, waits[rank], splits[rank], late[rank], inner[rank], has_phases=known))
     return cells
 
 
