@@ -108,6 +108,8 @@ INIT = "import farandole as fd\nfd.init()"
         (DDP, Fix("ahead", "x = fd.prefetch(x)"), "import farandole as fd\nx = fd.prefetch(x)"),
         (DDP, Fix("name it", 'with fd.phase("name"):'), f'{INIT}\nwith fd.phase("name"):'),
         (DDP, BATCH, BATCH.paste),
+        (DDP, Fix("skip", 'if_busy="skip"  # argument of fd.Checkpointer'),
+         'if_busy="skip"  # argument of fd.Checkpointer'),
         (DDP, COMPILE, COMPILE.paste),
     ],
 )  # fmt: skip
@@ -125,7 +127,7 @@ def test_a_script_without_our_start_is_told_what_its_wrapper_knows(wrapper: str,
         (PASSES, "backward_passes_per_step=4  # argument of hvd.DistributedOptimizer", {"accumulate": 4}),
         (TCP, "sysctl -w net.ipv4.tcp_congestion_control=reno  # on every host", {}),
         (BATCH, "batch_size=64  # argument of fit, or of dataset.batch", {"loader_batch": 64}),
-        (SHARD, "dataset = farandole.keras.shard(dataset)", {}),
+        (SHARD, "import farandole.keras\ndataset = farandole.keras.shard(dataset)", {}),
     ],
     ids=["codec", "auto", "passes", "tcp", "batch", "shard"],
 )

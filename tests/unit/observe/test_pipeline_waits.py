@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,10 +33,17 @@ STEPS = 40
 
 
 def diagnosed(
-    directory: Path, stages: int, replicas: int, slow: Mapping[int, float], send_seconds: float = 0.0005
+    directory: Path,
+    stages: int,
+    replicas: int,
+    slow: Mapping[int, float],
+    send_seconds: float = 0.0005,
+    facts: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Diagnose pipelines with 30 ms a micro-batch; `slow`: by rank, times as long. Ranks of a stage follow."""
     directory.mkdir()
+    if facts is not None:
+        (directory / "run.json").write_text(json.dumps({"version": 1, **facts}))
     ranks, draw, begin = stages * replicas, random.Random(0), 0.0
     schedule = build_schedule("1f1b", stages, MICRO_BATCHES, 0)
     writers = [EventWriter(directory, rank) for rank in range(ranks)]

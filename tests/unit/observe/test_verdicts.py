@@ -275,6 +275,8 @@ def test_a_crowd_that_costs_little_is_not_put_before_what_costs_much() -> None:
     assert with_first([link, crowd], several_hosts=False) == [link, crowd]
     assert with_first([wire, crowd], several_hosts=True) == [wire, crowd]
     assert with_first([wire, crowd], several_hosts=False) == [crowd, wire]
+    inner = replace(link, kind="tensor-communication")
+    assert with_first([inner, crowd], several_hosts=True) == [inner, crowd]
 
 
 def test_jitter_proposes_to_bind_only_where_binding_was_refused(tmp_path: Path) -> None:
@@ -345,6 +347,33 @@ def test_a_link_that_no_link_can_be_is_not_told(tmp_path: Path) -> None:
         found = of(tmp_path / f"{rate}", machine)
         text = " ".join(line for each in found.findings for line in each.evidence)
         assert ("a second" in text) is told, text
+
+
+@pytest.mark.parametrize(("elements", "share"), [(8_000_000, 1 / 2), (5_333_333, 1 / 3), (None, 1 / 3)])
+def test_at_stage_3_gradients_are_the_share_of_what_was_sent(
+    elements: int | None, share: float, tmp_path: Path
+) -> None:
+    setup = {"zero": 3, "codec": "none", "weight_codec": "none", "shard_within": "world"}
+    machine = healthy(bytes_per_second=200e6, plan={"zero": 3}, setup={**setup, "parameter_elements": elements})
+    first = of(tmp_path / "r", machine).findings[0]
+    gains = {next(iter(fix.changes)): fix.gain.seconds / first.seconds for fix in first.fixes if fix.gain}
+    assert gains["weight_codec"] == pytest.approx(0.74 * (1 - share), rel=1e-3)
+    assert gains["codec"] == pytest.approx(0.74 * share, rel=1e-3)
+    assert gains.get("zero", 0.0) == pytest.approx(1 - 2 * share, rel=1e-3), "as often as gradients"
+
+
+@pytest.mark.parametrize(
+    ("plan", "best"), [({"zero": 2}, "int4"), ({}, "powersgd:rank=4"), ({"sync": "async"}, None)]
+)
+def test_only_keys_that_the_plan_takes_are_proposed(
+    plan: dict[str, Any], best: str | None, tmp_path: Path
+) -> None:
+    machine = healthy(bytes_per_second=50e6, plan=plan, parameters=("w",))
+    fixes = of(tmp_path / "r", machine).findings[0].fixes
+    assert [fix.changes["codec"] for fix in fixes if fix.changes.get("codec", "auto") != "auto"][:1] == (
+        [best] if best else []
+    )
+    assert all("codec=auto" not in fix.paste for fix in fixes) is bool(plan)
 
 
 def test_a_rhythm_of_every_step_is_none() -> None:

@@ -1,16 +1,28 @@
 """Pipelines: what the schedule's bubble, a slow stage and the transfers between stages cost.
 
 See [Note: three reasons to wait] in `figures.pipeline_seconds`.
+
+[Note: what a micro-batch costs] However small it is, its passes go through the parameters six times: weights are
+read twice, a gradient is written, and added to what is there. SGD goes through them three times, Adam seven: what
+the optimizer takes tells what one micro-batch more takes.
 """
 
 from __future__ import annotations
 
-from ...core.vocabulary.events import SETUP_PIPELINE, SETUP_PIPELINE_RANK
+from ...core.vocabulary.events import (
+    OPTIMIZER,
+    SETUP_BATCH,
+    SETUP_OPTIMIZER,
+    SETUP_PIPELINE,
+    SETUP_PIPELINE_RANK,
+)
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.units import format_seconds
+from ..figures.figures import mean
 from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline
 from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from .facts.finding import Finding, Fix, Gain
+from .facts.proposals import command_with
 from .facts.step_table import StepTable
 
 
@@ -38,7 +50,7 @@ def find_pipeline(table: StepTable) -> list[Finding]:
             continue
         cost = format_cost(seconds, share)
         evidence = (f"computing of a step by rank of the pipeline: {', '.join(map(format_seconds, computing))}",)
-        title, fixes, late = _words(kind, cost, seconds, measured, ranks=places)
+        title, fixes, late = _words(kind, cost, seconds, measured, table, ranks=places)
         found.append(
             Finding(kind, title, seconds, share, late, evidence=evidence, fixes=fixes,
                     confidence=confidence(len(table.steps)))
@@ -47,17 +59,18 @@ def find_pipeline(table: StepTable) -> list[Finding]:
 
 
 def _words(
-    kind: str, cost: str, seconds: float, measured: PipelineSeconds, *, ranks: list[tuple[int, int]]
+    kind: str,
+    cost: str,
+    seconds: float,
+    measured: PipelineSeconds,
+    table: StepTable,
+    *,
+    ranks: list[tuple[int, int]],
 ) -> tuple[str, tuple[Fix, ...], tuple[int, ...]]:
     """`ranks`: each rank with its place in the pipeline."""
-    count, computing = measured.schedule.micro_batches, measured.computing
+    count, computing, records = measured.schedule.micro_batches, measured.computing, table.records
     if kind == "bubble":
-        fix = Fix(
-            "more and smaller micro-batches",
-            f"micro_batches = {2 * count}",
-            Gain(seconds / 2, "half of it, if half a micro-batch takes half the time"),
-            {"micro_batches": 2 * count},
-        )
+        fix = _more_micro_batches(table, count, seconds)
         return (
             f"the bubble of schedule {measured.schedule.name} with {count} micro-batches takes {cost}",
             (fix,),
@@ -69,11 +82,11 @@ def _words(
         stages = measured.schedule.stages_of(slow)
         name = " and ".join(f"stage {stage} ({_begin_of(stage, measured.cuts)})" for stage in stages)
         verb = "take" if len(stages) > 1 else "takes"
-        fix = Fix(
-            "leave pipeline_cuts out, and the layers are measured and divided; or move a cut",
-            "pipeline_cuts = []",
-            Gain(seconds, "all of it, if the layers can be divided evenly"),
-        )
+        gain = Gain(seconds, "all of it, if the layers can be divided evenly")
+        fix = Fix("move a cut (pipeline_cuts), or cut the model into smaller layers", "", gain)
+        if records.plan.get("pipeline_cuts"):
+            cuts: dict[str, list[str]] = {"pipeline_cuts": []}
+            fix = Fix("let the layers be measured and divided", command_with(records, cuts), gain, cuts)
         late = tuple(rank for rank, place in ranks if place == slow)
         if measured.slow_ranks[slow]:
             late = measured.slow_ranks[slow]
@@ -86,6 +99,18 @@ def _words(
         return f"{name} {verb} {more:.0%} longer than the mean, which costs {cost}", (fix,), late
     fix = Fix("cut where less travels, or use fewer and larger micro-batches")
     return f"transfers between stages take {cost} that nothing hides", (fix,), ()
+
+
+def _more_micro_batches(table: StepTable, count: int, seconds: float) -> Fix:
+    """Return twice as many micro-batches, if that saves time. See [Note: what a micro-batch costs]."""
+    setup, changes = table.records.timelines[0].setup, {"micro_batches": 2 * count}
+    stepping = max(mean([cell.phases.get(OPTIMIZER, 0.0) for cell in own]) for own in table.cells)
+    more = count * stepping * (2 if setup.get(SETUP_OPTIMIZER) == "SGD" else 1)
+    batch, saved = setup.get(SETUP_BATCH), seconds / 2 - more
+    if saved < LEAST_SHARE * table.step_seconds or (isinstance(batch, int) and batch % (2 * count)):
+        return Fix(f"a larger batch, a multiple of {2 * count}, in so many micro-batches")
+    basis = f"half of it, less {format_seconds(more)} for {count} times more to read weights and add to gradients"
+    return Fix("more and smaller micro-batches", command_with(table.records, changes), Gain(saved, basis), changes)
 
 
 def _begin_of(stage: int, cuts: list[str]) -> str:

@@ -17,6 +17,7 @@ from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
 from .facts.finding import OUTSIDE, Diagnosis, Finding, Fix
+from .facts.proposals import is_taken
 from .facts.step_table import StepTable, has_phases, make_step_table
 from .failed_saves import failed_saves
 from .finders.codec_fixes import CodecCosts
@@ -123,7 +124,10 @@ def _diagnose(records: RunRecords, codec_costs: CodecCosts | None) -> Diagnosis:
     ]
     disjoint = make_disjoint(found, table.step_seconds, room_of(table), known=has_phases(table.rows))
     findings = in_order(disjoint, several_hosts=len({each.host for each in records.timelines}) > 1)
-    findings = [in_words_of(finding, table) for finding in findings]
+    findings = [
+        in_words_of(replace(each, fixes=tuple(fix for fix in each.fixes if is_taken(records, fix.changes))), table)
+        for each in findings
+    ]
     parts = parts_of(table)
     inside = [finding for finding in findings if finding.kind not in OUTSIDE]
     bound = bound_of(inside)

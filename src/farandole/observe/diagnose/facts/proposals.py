@@ -8,6 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ....core.vocabulary.errors import PlanError
+from ....core.vocabulary.run_files import RUN
+from ....core.vocabulary.spec import Plan
 from ...read.run_reader import RunRecords
 
 _SIZES = ("-np", "-n", "--np", "--num-proc")
@@ -45,6 +48,20 @@ def command_with(
     else:
         words = change.of(["farandole", "run", "-np", str(size or records.size), "--", *command], 4)
     return shlex.join(words)
+
+
+def is_taken(records: RunRecords, changes: Mapping[str, object]) -> bool:
+    """Return whether the run's plan takes these keys; of a plan of another version nothing is known."""
+    keys = {name: value for name, value in changes.items() if name in Plan.__dataclass_fields__}
+    try:
+        Plan.from_mapping(records.plan, where=RUN)
+    except PlanError:
+        return True
+    try:
+        Plan.from_mapping({**records.plan, **keys}, where=RUN)
+    except PlanError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

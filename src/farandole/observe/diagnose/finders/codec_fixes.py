@@ -54,10 +54,11 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
     if current is None:
         return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
     fixes: list[Fix] = []
+    is_by_row = table.records.plan.get("zero") in (1, 2)  # each element goes to one rank
     chosen: tuple[float, str] | None = None
     best = 0.0
     for name in PREDICTED:
-        ratio = codec_ratio(table, name)
+        ratio = codec_ratio(table, name) if CodecSpec.parse(name).is_quantized or not is_by_row else None
         cost = None if costs is None else costs.get(name)
         if ratio is None or ratio / current > 0.9 or (cost is None and (costs is not None or name == SPARSE)):
             continue  # finding the largest is slow: nothing is said of it without its measured time
@@ -76,7 +77,7 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
         # Buffers of Keras and TensorFlow are flat: what is chosen for them is no codec of matrices.
         if name != SPARSE and not (table.front_end and name == LOW_RANK):
             chosen = (saved, name)
-    if chosen is not None:
+    if chosen is not None and not is_by_row:
         gain = Gain(chosen[0], f"that of {chosen[1]}, the best of the codecs it chooses from, or more")
         what = "the codec that is best for each bucket by measurement, chosen while it trains (may lose precision)"
         automatic = {"codec": "auto", "lossy": "true"}

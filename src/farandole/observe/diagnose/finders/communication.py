@@ -2,7 +2,8 @@
 
 [Note: three times the parameters] At ZeRO stage 3 a step sends each parameter to the others before forward and
 before backward, and its gradient once (Rajbhandari et al. 2020, section 7.2.2): three parts of the bytes, where
-other stages send two. What is in no block is gathered once. Gains are of these parts: exposed time goes by bytes.
+other stages send two. What is in no block is gathered once: so gradients are a third to a half of what was sent.
+Gains are of these parts: exposed time goes by bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from dataclasses import replace
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
-from ....core.vocabulary.events import SETUP_CODEC, SETUP_SHARD_WITHIN, SETUP_WEIGHT_CODEC, SETUP_ZERO
+from ....core.vocabulary.events import (
+    SETUP_CODEC,
+    SETUP_ELEMENTS,
+    SETUP_SHARD_WITHIN,
+    SETUP_WEIGHT_CODEC,
+    SETUP_ZERO,
+)
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.units import format_bytes, format_seconds
@@ -150,13 +157,17 @@ def _sharded(table: StepTable, usual: int, seconds: float, share: float) -> Find
         f"a rank sends {format_bytes(sent)} a step in {usual} exchanges: blocks of parameters are gathered for "
         "forward and for backward, and gradients are reduced to shards",
     )
-    fixes = [_smaller(table, seconds / 3, "parameters whole on every rank: they travel once a step", zero=2)]
+    elements, part = setup.get(SETUP_ELEMENTS), 1 / 3  # of the bytes are gradients
+    if isinstance(elements, int) and sent and setup.get(SETUP_CODEC) == setup.get(SETUP_WEIGHT_CODEC) == NONE:
+        part = min(1 / 2, max(1 / 3, ring_bytes(4 * elements, table.records.size, passes=1) / sent))
+    whole = _smaller(table, seconds * (1 - 2 * part), "parameters whole on every rank: they travel once", zero=2)
+    fixes = [whole] if 1 - 2 * part >= LEAST_SHARE else []
     is_host = setup.get(SETUP_SHARD_WITHIN) == "host"
     if not is_host and setup.get(SETUP_WEIGHT_CODEC) == NONE:
-        gain = seconds * 2 / 3 * (1 - INT8_SHARE)
+        gain = seconds * (1 - part) * (1 - INT8_SHARE)
         fixes.append(_smaller(table, gain, "parameters that travel as 8-bit numbers", weight_codec="int8"))
     if not is_host and setup.get(SETUP_CODEC) == NONE:
-        gain = seconds * 1 / 3 * (1 - INT8_SHARE)
+        gain = seconds * part * (1 - INT8_SHARE)
         fixes.append(_smaller(table, gain, "gradients that travel as 8-bit numbers", codec="int8"))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     title = f"the exchange of parameters and gradients is not hidden: {format_cost(seconds, share)}"

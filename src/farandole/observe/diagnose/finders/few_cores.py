@@ -131,7 +131,12 @@ def with_first(findings: Sequence[Finding], *, several_hosts: bool) -> list[Find
     link or, between hosts, the network costs more than it.
     """
     most = max((finding.seconds for finding in findings), default=0.0)
-    wires = [each for each in findings if each.kind == "slow-link" or (several_hosts and each.phase == EXCHANGE)]
+    wires = [
+        each
+        for each in findings
+        if each.kind == "slow-link"
+        or (several_hosts and (each.phase == EXCHANGE or each.kind.endswith("-communication")))
+    ]
     wire = max((finding.seconds for finding in wires), default=0.0)
     least = max(_CAUSES * most, wire)
     return sorted(findings, key=lambda each: each.kind not in FIRST or each.seconds < least)

@@ -36,6 +36,7 @@ _RARER_SAVES = re.compile(rf"do {CHECKPOINT} .*, every (\d+) steps")
 _HELD = re.compile(r"with fd\.accumulate\((\(i \+ 1\) % (\d+) > 0)?\):\n    loss\.backward\(\)")
 """The passes that `held_passes` and `find_communication` write."""
 _INIT = "import farandole as fd\nfd.init()"
+_CALLS_OURS = re.compile(r"^[^#\n]*\bfd\.", re.MULTILINE)
 _IN_ARGUMENTS = "  # arguments of TrainingArguments"
 _RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheckpoint(save_best_only=True)")
 
@@ -119,7 +120,7 @@ def _wrapped(fix: Fix, wrapper: str) -> Fix:
         )
     if "fd.prefetch" in fix.paste:
         return replace(fix, paste=f"import farandole as fd\n{fix.paste}")
-    return replace(fix, paste=f"{_INIT}\n{fix.paste}") if "fd." in fix.paste else fix
+    return replace(fix, paste=f"{_INIT}\n{fix.paste}") if _CALLS_OURS.search(fix.paste) else fix
 
 
 def _plan_keys(fix: Fix) -> dict[str, Any]:
@@ -153,7 +154,7 @@ def _translate(fix: Fix, front_end: str) -> Fix:
     if "loader_batch" in changes:
         return replace(fix, paste=f"batch_size={changes['loader_batch']}  # argument of fit, or of dataset.batch")
     if fix.paste == "loader = fd.shard(loader)":
-        return replace(fix, paste="dataset = farandole.keras.shard(dataset)")
+        return replace(fix, paste="import farandole.keras\ndataset = farandole.keras.shard(dataset)")
     return fix
 
 

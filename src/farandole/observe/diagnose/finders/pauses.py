@@ -103,7 +103,8 @@ def _checkpoint_fixes(table: StepTable, seconds: float, period: int | None, rare
     """Return the fixes for saves that stop the steps, with what the run itself gave to `fd.save`."""
     setups = [rank.setup for rank in table.records.timelines]
     if any(setup.get(events.SETUP_CHECKPOINT_ASYNCHRONOUS) for setup in setups):
-        return [rarer, Fix("skip a save while the one before is not on the disk", 'if_busy="skip"')]
+        skip = 'if_busy="skip"  # argument of fd.Checkpointer'
+        return [rarer, Fix("skip a save while the one before is not on the disk", skip)]
     given = [str(setup.get(events.SETUP_CHECKPOINT_OBJECTS) or "") for setup in setups]
     usual = '"checkpoints", model, optimizer'  # for torch.save, or a phase that the script named
     objects = next(filter(None, given), usual)
