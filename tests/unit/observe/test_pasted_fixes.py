@@ -128,7 +128,7 @@ def _found(directory: Path) -> tuple[tuple[str, Diagnosis], ...]:
     ):
         plan = {"pipeline": 4, "micro_batches": 8, "pipeline_cuts": ["1", "2", "3"] if cuts else []}
         facts = {"size": 4, "plan": plan, "typed_command": line_of(4, plan), "command": ["python", "t.py"]}
-        found.append(("pipeline", diagnosed(directory / f"p{number}", 4, 1, slow, send, facts=facts)))
+        found.append(("pipeline", diagnosed(directory / f"p{number}", 4, 1, slow, send, facts, 0.001)))
     return tuple(found)
 
 

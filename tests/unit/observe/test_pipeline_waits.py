@@ -15,6 +15,8 @@ from farandole.core.schedule.simulate import StageTimes, simulate
 from farandole.core.vocabulary.events import (
     OPTIMIZER,
     PIPELINE_WAIT,
+    SETUP_BATCH,
+    SETUP_OPTIMIZER,
     SETUP_PIPELINE,
     SETUP_PIPELINE_RANK,
     DataWait,
@@ -39,6 +41,8 @@ def diagnosed(
     slow: Mapping[int, float],
     send_seconds: float = 0.0005,
     facts: Mapping[str, Any] | None = None,
+    stepping: float = 0.005,
+    setup: Mapping[str, Any] | None = None,
 ) -> Diagnosis:
     """Diagnose pipelines with 30 ms a micro-batch; `slow`: by rank, times as long. Ranks of a stage follow."""
     directory.mkdir()
@@ -50,7 +54,7 @@ def diagnosed(
     for rank, writer in enumerate(writers):
         writer.record(Started(rank, ranks, f"host{rank // 4}", 0, 0, 0.0, "virtual", "one"))
         text = f"1f1b {stages} {MICRO_BATCHES} 1"
-        writer.record(Setup({SETUP_PIPELINE: text, SETUP_PIPELINE_RANK: rank // replicas}))
+        writer.record(Setup({SETUP_PIPELINE: text, SETUP_PIPELINE_RANK: rank // replicas, **(setup or {})}))
     for step in range(1, STEPS + 1):
         runs = []
         for replica in range(replicas):
@@ -69,9 +73,9 @@ def diagnosed(
                     writer.record(PipelineAction(action.stage, action.kind, action.micro_batch, first, last))
                     at = last
             writer.record(Exchange((at,), at, end + 0.002, 0, ()))
-            writer.record(Phase(OPTIMIZER, end + 0.002, end + 0.007))
-            writer.record(StepDone(step, end + 0.007))
-        begin = end + 0.007
+            writer.record(Phase(OPTIMIZER, end + 0.002, end + 0.002 + stepping))
+            writer.record(StepDone(step, end + 0.002 + stepping))
+        begin = end + 0.002 + stepping
     for writer in writers:
         writer.close()
     return diagnose(directory)
@@ -105,3 +109,20 @@ def test_transfers_that_nothing_hides_are_found(tmp_path: Path) -> None:
     kinds = {each.kind for each in found.findings}
     assert "pipeline-communication" in kinds, found.verdict
     assert "slow-stage" not in kinds, found.verdict
+
+
+@pytest.mark.parametrize(
+    ("setup", "stepping", "promise"),
+    [({}, 0.001, 0.045 - 0.0095), ({SETUP_OPTIMIZER: "SGD"}, 0.001, 0.045 - 0.019), ({}, 0.005, None),
+     ({SETUP_BATCH: 20}, 0.001, None)],
+)  # fmt: skip
+def test_more_micro_batches_are_promised_less_what_they_cost(
+    setup: Mapping[str, Any], stepping: float, promise: float | None, tmp_path: Path
+) -> None:
+    """Each of eight more takes as long as a step of Adam; 20 samples are not sixteen equal micro-batches."""
+    found = diagnosed(tmp_path / "run", 4, 1, {}, send_seconds=0.0, stepping=stepping, setup=setup)
+    fix = next(each for each in found.findings if each.kind == "bubble").fixes[0]
+    assert (fix.gain is None) is (promise is None), fix
+    assert bool(fix.paste) is (promise is not None)
+    if fix.gain is not None:
+        assert fix.gain.seconds == pytest.approx(promise, rel=0.05)

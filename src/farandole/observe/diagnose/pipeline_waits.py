@@ -4,7 +4,8 @@ See [Note: three reasons to wait] in `figures.pipeline_seconds`.
 
 [Note: what a micro-batch costs] However small it is, its passes go through the parameters six times: weights are
 read twice, a gradient is written, and added to what is there. SGD goes through them three times, Adam seven: what
-the optimizer takes tells what one micro-batch more takes.
+the optimizer takes tells what one micro-batch more takes, of which half of the bubble's share is waited for again.
+Its transfers are half as large and twice as many: what nothing hides of them is taken to double.
 """
 
 from __future__ import annotations
@@ -68,18 +69,18 @@ def _words(
     ranks: list[tuple[int, int]],
 ) -> tuple[str, tuple[Fix, ...], tuple[int, ...]]:
     """`ranks`: each rank with its place in the pipeline."""
-    count, computing, records = measured.schedule.micro_batches, measured.computing, table.records
+    computing, schedule, records = measured.computing, measured.schedule, table.records
     if kind == "bubble":
-        fix = _more_micro_batches(table, count, seconds)
+        fix = _more_micro_batches(table, measured, seconds)
         return (
-            f"the bubble of schedule {measured.schedule.name} with {count} micro-batches takes {cost}",
+            f"the bubble of schedule {schedule.name} with {schedule.micro_batches} micro-batches takes {cost}",
             (fix,),
             (),
         )
     if kind == "slow-stage":
         slow = computing.index(max(computing))
         more = max(computing) / measured.usual_seconds - 1
-        stages = measured.schedule.stages_of(slow)
+        stages = schedule.stages_of(slow)
         name = " and ".join(f"stage {stage} ({_begin_of(stage, measured.cuts)})" for stage in stages)
         verb = "take" if len(stages) > 1 else "takes"
         gain = Gain(seconds, "all of it, if the layers can be divided evenly")
@@ -101,16 +102,18 @@ def _words(
     return f"transfers between stages take {cost} that nothing hides", (fix,), ()
 
 
-def _more_micro_batches(table: StepTable, count: int, seconds: float) -> Fix:
+def _more_micro_batches(table: StepTable, measured: PipelineSeconds, seconds: float) -> Fix:
     """Return twice as many micro-batches, if that saves time. See [Note: what a micro-batch costs]."""
-    setup, changes = table.records.timelines[0].setup, {"micro_batches": 2 * count}
+    count, setup = measured.schedule.micro_batches, table.records.timelines[0].setup
     stepping = max(mean([cell.phases.get(OPTIMIZER, 0.0) for cell in own]) for own in table.cells)
     more = count * stepping * (2 if setup.get(SETUP_OPTIMIZER) == "SGD" else 1)
+    more = more * (1 + seconds / 2 / measured.usual_seconds) + measured.transfer
     batch, saved = setup.get(SETUP_BATCH), seconds / 2 - more
     if saved < LEAST_SHARE * table.step_seconds or (isinstance(batch, int) and batch % (2 * count)):
         return Fix(f"a larger batch, a multiple of {2 * count}, in so many micro-batches")
-    basis = f"half of it, less {format_seconds(more)} for {count} times more to read weights and add to gradients"
-    return Fix("more and smaller micro-batches", command_with(table.records, changes), Gain(saved, basis), changes)
+    changes = {"micro_batches": 2 * count}
+    gain = Gain(saved, f"half of it, less {format_seconds(more)} that {count} micro-batches more cost")
+    return Fix("more and smaller micro-batches", command_with(table.records, changes), gain, changes)
 
 
 def _begin_of(stage: int, cuts: list[str]) -> str:

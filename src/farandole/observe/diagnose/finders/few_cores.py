@@ -13,7 +13,6 @@ import statistics
 from collections.abc import Sequence
 
 from ....core.vocabulary import events
-from ....core.vocabulary.events import EXCHANGE
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_share
 from ...figures.figures import mean
@@ -22,6 +21,7 @@ from ..facts.finding import Finding, Fix, Gain
 from ..facts.machine_cores import cores_together, rows_by_machine
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, computing_of
+from .disjoint import COMMUNICATION, sources_of
 from .host_facts import facts_of
 
 _LEAST_CROWD = 0.05
@@ -131,13 +131,8 @@ def with_first(findings: Sequence[Finding], *, several_hosts: bool) -> list[Find
     link or, between hosts, the network costs more than it.
     """
     most = max((finding.seconds for finding in findings), default=0.0)
-    wires = [
-        each
-        for each in findings
-        if each.kind == "slow-link"
-        or (several_hosts and (each.phase == EXCHANGE or each.kind.endswith("-communication")))
-    ]
-    wire = max((finding.seconds for finding in wires), default=0.0)
+    wires = [each for each in findings if sources_of(each) == (COMMUNICATION,)]  # slow links are between hosts
+    wire = max((each.seconds for each in wires if several_hosts or each.kind == "slow-link"), default=0.0)
     least = max(_CAUSES * most, wire)
     return sorted(findings, key=lambda each: each.kind not in FIRST or each.seconds < least)
 
