@@ -300,8 +300,8 @@ class Stranger:
             else:
                 lines.append(line)
         text = "\n".join(lines)
-        for place, usual in (*_USUAL.items(), ("steps", str(self.steps))):
-            text = text.replace(f"{{{place}}}", places.get(place, usual))
+        for place, words in {**_USUAL, "steps": str(self.steps), **places}.items():
+            text = text.replace(f"{{{place}}}", words)
         return text
 
 

@@ -56,17 +56,18 @@ def play(
 def publish(
     rows: Sequence[Row], names: Sequence[str], parts: Sequence[str], begin: str, page: Path | None
 ) -> None:
-    """Print the tables, and write them behind the line `begin` of a page."""
+    """Print the tables, and write them behind the line `begin` of a page, up to the next such line."""
     text = "\n\n".join([*parts, f"Milliseconds of a step; {date.today()}."]) + "\n"
     measured = {row["case"] for row in rows}
     if missing := [name for name in names if name not in measured]:
         text += f"\nNot measured: {', '.join(missing)}.\n"
     print(text)
     if page:
-        before, found, _ = page.read_text().partition(begin)
+        before, found, after = page.read_text().partition(begin)
         if not found:
             raise SystemExit(f"{page} has no line {begin!r}: expected before the figures")
-        page.write_text(f"{before}{begin}\n\n{text}")
+        _, heading, rest = after.partition("\n## ")
+        page.write_text(f"{before}{begin}\n\n{text}{heading}{rest}")
 
 
 def ms(seconds: float | None) -> str:

@@ -9,7 +9,8 @@ after the other, `--repeat` times; steps are medians. Scored are:
 - verdict: the costliest finding of the first faulty run is of the right kind, and names the rank if one has it;
 - price: its cost, and that of others of these kinds, is within 15 % of what a step of the faulty run takes more
   than one of the healthy run;
-- promise: the step gets shorter by at least 0.8 of what the fix said.
+- promise: the step gets shorter by at least 0.8 of what the fix said; for the same samples, where it changes how
+  many a step has.
 
 Pasting is what a person does: a command runs as it stands; arguments go into the call that they name; lines for
 "before the loop", "after each step" and "after the loop" go there. Where the first fix is nothing to paste
@@ -34,11 +35,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.strangers import STRANGERS, Stranger
+from benchmarks.strangers_divided import DIVIDED
 from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
+
+from farandole.core.vocabulary.degrees import ORDER
+from farandole.observe.diagnose.facts.finding import OUTSIDE
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- figures of benchmarks/verdict_strangers.py -->"
-"""In the page: what stands before it is kept."""
+BEGIN_DIVIDED = "<!-- figures of benchmarks/verdict_strangers.py: divided models -->"
+"""In the page: what stands before them, and from the next heading on, is kept."""
 _LOOKS = ("fd.phase(", "top -o", "ethtool ", "bench collectives", "rsync ")
 """Text of what is pasted to see more, not to make anything faster."""
 _ENOUGH, _NEAR = 0.8, 0.15
@@ -88,7 +94,8 @@ class Lab:
         for left in where.glob("*.pt"):
             left.unlink()
         diagnosis: dict[str, Any] = json.loads(said.stdout)
-        return diagnosis
+        summary = json.loads((runs[0] / "summary.json").read_text())
+        return diagnosis | {"samples_per_step": (summary["samples"] or 0) / summary["steps"]}
 
     def healthy(self) -> dict[str, Any]:
         """Return the diagnosis of a run without the fault."""
@@ -162,7 +169,8 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
     lab = Lab(case, directory)
     compared = bool(case.kinds) and case.healthy is not None
     healthy, faulty = [lab.healthy()] if compared else [], [lab.faulty()]
-    findings = faulty[0]["findings"]
+    # A slow start is a fact beside the verdict, of which a healthy run is none the worse.
+    findings = [found for found in faulty[0]["findings"] if found["kind"] not in OUTSIDE - {*case.kinds}]
     first = findings[0] if findings else None
     fix = first["fixes"][0] if first and first["fixes"] else None
     row: dict[str, Any] = {
@@ -199,10 +207,9 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
     if by_hand and gain and compared:
         row["by_hand"] = row["truth"] / gain["seconds"]
     if scored and fix:
-        batch = re.search(r"batch_size=(\d+)", case.text(case.places))
-        larger = fix["changes"].get("loader_batch")
-        factor = larger / int(batch[1]) if larger and batch else 1  # a step then has more samples
-        row["pasted"] = middle(pasted) / factor
+        was, now = faulty[0]["samples_per_step"], pasted[0]["samples_per_step"]
+        is_larger = was and now and {"loader_batch", *ORDER} & set(fix["changes"])
+        row["pasted"] = middle(pasted) * (was / now if is_larger else 1)  # for the same samples
         row["gained"] = row["faulty"] - row["pasted"]
         row["kept"] = row["gained"] / row["promised"]
         if not case.kinds:
@@ -264,7 +271,7 @@ def shown_fix(row: Mapping[str, Any]) -> str:
 
 def main() -> int:
     arguments = read_arguments(str(__doc__), repeat=3)
-    cases = {case.name: case for case in STRANGERS}
+    cases = {case.name: case for case in (*STRANGERS, *DIVIDED)}
 
     def play_case(name: str) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as directory:
@@ -275,7 +282,11 @@ def main() -> int:
                     shutil.copytree(directory, arguments.keep / name, dirs_exist_ok=True)
 
     rows, failed = play(list(cases), play_case, arguments)
-    publish(rows, list(cases), [summarise(rows), table(rows)], BEGIN, arguments.page)
+    for begin, group in ((BEGIN, STRANGERS), (BEGIN_DIVIDED, DIVIDED)):
+        names = [case.name for case in group]
+        own = [row for row in rows if row["case"] in names]
+        if own:
+            publish(own, names, [summarise(own), table(own)], begin, arguments.page)
     return failed
 
 
