@@ -316,9 +316,9 @@ def test_private_files_and_crashes(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "file"
     write_private(path, "x")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    for rank in (1, 0):
+    for rank, what in ((1, "from 1"), (0, "from 0"), (1, "because of it")):
         try:
-            raise ValueError(f"from {rank}")
+            raise ValueError(what)
         except ValueError as error:
             Crash.from_exception(
                 error, error.__traceback__, rank=rank, host="h", step=4, ours=False, consequence=False, exit_code=1
@@ -326,7 +326,7 @@ def test_private_files_and_crashes(tmp_path: Path) -> None:
     crash_path(tmp_path, 7).write_text("{broken")
     crash_path(tmp_path, 8).write_text('{"rank": 8}')
     crashes = read_crashes(tmp_path)
-    assert [crash.message for crash in crashes] == ["from 1", "from 0"]
+    assert [crash.message for crash in crashes] == ["from 1", "from 0"], "the first account of a rank stays"
     assert "ValueError: from 1" in crashes[0].traceback
 
 

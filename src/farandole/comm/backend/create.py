@@ -24,6 +24,7 @@ from ..named_ops.data.host_groups import HostGroups, host_groups
 from ..transport.frame_transport import FrameTransport
 from ..world.comm_errors import translated
 from ..world.connect import watch_forks
+from ..world.forks import refuse_spawned_worker
 from ..world.handshake import agree_on_start
 from ..world.world import World
 from .calls.call_queue import CallQueue
@@ -99,6 +100,8 @@ def _world(
     if size > 1:
         # A process may make groups at one store again after it has destroyed them: all ranks count alike.
         place = read_rank_variables()
+        if place is not None and place.size == size:
+            refuse_spawned_worker(place)
         if not _starts and place is not None and place.store_is_served and place.size == size:
             _starts.append(agree_on_start(world, store))
         store = dist.PrefixStore("/".join(["farandole", *_starts]), store)

@@ -106,6 +106,7 @@ def _choose_backend(wanted: str | None) -> str | None:
 def _connect_many(
     place: RankVariables, timeout_seconds: float, device: torch.device, backend: str | None
 ) -> World:
+    forks.refuse_spawned_worker(place)
     made = World(
         rank=place.rank,
         size=place.size,
@@ -128,6 +129,7 @@ def _connect_many(
         current.sockets = None
         forget_generation()
         raise
+    forks.tell_children(place)
     return made
 
 

@@ -7,24 +7,33 @@ not be detected. So in the child every connection of a world is replaced by /dev
 destructor would wait for (its threads are not there) is never destroyed. Gradients may lie in memory that ranks
 share; the child's are a copy, as all its memory is. The remaining world object gives the parent's rank, and
 refuses everything else.
+
+[Note: a spawned worker is no rank] A process of multiprocessing's "spawn" or "forkserver" has its rank's
+variables, and imports the rank's script once more: without a guard around its start, the worker says that it is
+the rank.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
+import multiprocessing
 import os
 import weakref
 from collections.abc import Iterable
+from dataclasses import astuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...core.host.open_sockets import Key, accepted_by, open_sockets
+from ...core.launchers.rank_variables import RankVariables
 from ...core.vocabulary.errors import ConfigError
 
 _FIXED = 0x10
 """MAP_FIXED of mmap(2): replaces what is mapped there."""
+_PLACE = "farandole place"
 _shared: dict[int, tuple[int, int]] = {}
 """Memory that this rank shares with others, by its descriptor: address and bytes."""
 
@@ -99,3 +108,28 @@ def refuse_inherited_group(rank: int, size: int) -> None:
         f"this process was forked from rank {rank} of {size}, and holds what connects that rank to the others",
         remedy='start it with multiprocessing\'s "spawn", or fork before farandole.init()',
     )
+
+
+def tell_children(place: RankVariables | None) -> None:
+    """Let the processes that multiprocessing starts from now on know which rank this is; None: none any more."""
+    process: Any = multiprocessing.current_process()
+    process._config[_PLACE] = None if place is None else astuple(place)  # handed on to children
+
+
+def refuse_spawned_worker(place: RankVariables) -> None:
+    """Raise `ConfigError` in a worker of a rank that says it is that rank.
+
+    One that was given a place of its own is a rank. See [Note: a spawned worker is no rank].
+    """
+    process: Any = multiprocessing.current_process()
+    what = f"this is a spawned worker of rank {place.rank}"
+    if getattr(process, "_inheriting", False):  # while the worker imports the script
+        raise ConfigError(
+            f"{what}, which imports the script once more",
+            remedy="put the start of the script under if __name__ == '__main__'",
+        )
+    if process._config.get(_PLACE) == astuple(place):
+        raise ConfigError(
+            f"{what}, and no rank itself",
+            remedy="call farandole.init() and exchange with the other ranks in the rank's own process",
+        )

@@ -13,17 +13,20 @@ import os
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...core.environ.nccl import nccl_host
+from ...core.launchers.rank_variables import how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...version import VERSION
 from ..device.accelerator import unique_id
 from .comm_errors import translated
 from .host_address import own_address, wait_for_routes
+from .rendezvous import tell_late
 from .store_sync import all_gather_json, nobody_answered, require_equal
 from .world import World
 
@@ -47,7 +50,9 @@ def agree_on_start(world: World, store: dist.Store) -> str:
             store.wait(keys, timedelta(seconds=world.timeout_seconds))
             return store.get(keys[0]).decode()
         except RuntimeError as problem:
-            raise nobody_answered(world, store, _MEETING, awaited or keys, problem) from None
+            raise nobody_answered(
+                world, store, _MEETING, awaited or keys, problem, remedy=how_to_start_all()
+            ) from None
 
     with translated(world, _MEETING):
         if world.rank == 0:
@@ -83,7 +88,7 @@ def handshake(world: World, *, owns_gpu: bool, is_kept: bool = False) -> None:
     me = {
         "size": world.size, "farandole": VERSION, "torch": torch.__version__, "process": os.getpid(),
         "address": own_address(world.address) if world.node_count > 1 else "",
-        "gpu": _taken_gpu(world.device), "place": f"{world.device} of {world.host}",
+        "gpu": _taken_gpu(world.device), "place": f"{world.device} of {world.host}", "host": world.host,
     }  # fmt: skip
     name = f"{world.host}:{os.getpid()}"
     with translated(world, _MEETING):
@@ -95,11 +100,15 @@ def handshake(world: World, *, owns_gpu: bool, is_kept: bool = False) -> None:
             operation=_MEETING,
             remedy="give each process its own rank, or start with: farandole run",
         )
-    seen = all_gather_json(world, "introduce", me)
+    late = partial(tell_late, 0, world.size, timeout_seconds=world.timeout_seconds)
+    seen = all_gather_json(
+        world, "introduce", me, tell_late=None if world.rank else late, remedy=how_to_start_all()
+    )
     for key, what in (("size", "world size"), ("farandole", "farandole version"), ("torch", "torch version")):
         require_equal(world, _MEETING, what, [other[key] for other in seen])
     if owns_gpu:
         _refuse_shared_gpus(seen)
+    world.groups.hosts = tuple(str(other["host"]) for other in seen)
     addresses = {other["address"] for other in seen}
     wait_for_routes(addresses, world.timeout_seconds, is_over=lambda: world.sockets.shut_down)
 

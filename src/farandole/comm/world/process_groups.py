@@ -29,6 +29,8 @@ class ProcessGroups:
     """All ranks."""
     ranks: tuple[int, ...] | None = None
     """Their numbers in the job, in a world of some of its ranks (`part`); None: they are all there are."""
+    hosts: tuple[str, ...] = ()
+    """By number in the job; empty before they have met."""
     name: str = ""
     """Of the part of the ranks, fresh in the job."""
     store: dist.Store | None = None

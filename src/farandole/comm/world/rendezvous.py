@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import threading
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,11 +26,15 @@ import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
 from ...core.failures.backend_texts import first_line
-from ...core.launchers.rank_variables import RankVariables
+from ...core.launchers.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled
+from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.rank_lists import name_ranks
 from .forks import keep_for_ever
 from .socket_abort import SocketAborter
 
+LATE_SECONDS = 10.0
+"""For ranks to come to the meeting before it is said that they have not; the wait goes on."""
 _ATTEMPT_SECONDS = 2.0
 
 
@@ -57,7 +63,11 @@ def open_store(place: RankVariables, wait: timedelta, sockets: SocketAborter) ->
     key = (place.address, place.port)
     if key in _met.stores:
         return fresh_prefix(key, _met.stores[key])
+    late = threading.Timer(LATE_SECONDS, tell_late, [place.rank, place.size, [0], wait.total_seconds()])
+    late.daemon = True
     try:
+        if place.rank and place.local_rank == (place.node_rank == 0):  # one rank of each host says it
+            late.start()
         if place.store_is_served:
             store: dist.Store = next(dist.rendezvous("env://", place.rank, place.size, timeout=wait))[0]
         elif place.rank == 0:
@@ -73,8 +83,19 @@ def open_store(place: RankVariables, wait: timedelta, sockets: SocketAborter) ->
             operation="meeting the other ranks",
             remedy="is rank 0 running, and is the port free and reachable?",
         ) from None
+    finally:
+        late.cancel()
     _met.stores[key] = store
     return fresh_prefix(key, store)
+
+
+def tell_late(rank: int, size: int, absent: Sequence[int], timeout_seconds: float) -> None:
+    """Say that ranks have not come to the meeting."""
+    has = "has" if len(absent) == 1 else "have"
+    write_notice(
+        f"rank {rank} of {size}: {name_ranks(absent)} {has} not come after {LATE_SECONDS:g} s, and it waits up to "
+        f"{timeout_seconds:g} s; {how_to_start_all()}"
+    )
 
 
 def _call(address: str, port: int, wait: timedelta, sockets: SocketAborter) -> dist.Store:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from ...core.vocabulary.errors import CommError, Mismatch, PlanError, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
 from .comm_errors import refuse_if_ended, translate_error
+from .rendezvous import LATE_SECONDS
 from .world import World
 
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 0.001, 0.25
@@ -29,11 +30,20 @@ Fact = tuple[str, Any]
 """What is compared: a label for messages, and a JSON value."""
 
 
-def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool = False) -> list[Any]:
+def all_gather_json(
+    world: World,
+    topic: str,
+    mine: Any,
+    *,
+    may_be_refused: bool = False,
+    tell_late: Callable[[list[int]], None] | None = None,
+    remedy: str = "",
+) -> list[Any]:
     """Return what every rank said under `topic`, by rank. `mine` is a JSON value.
 
     Must be called by all ranks. Raises `Stalled` naming the ranks that did not within the time-out, and, with
-    `may_be_refused`, the `PlanError` by which another rank has refused its forward pass meanwhile.
+    `may_be_refused`, the `PlanError` by which another rank has refused its forward pass meanwhile. `tell_late` is
+    given the ranks that have not come after `LATE_SECONDS`, once; `remedy` is what an error advises then.
     """
     refuse_if_ended(world, topic)
     if world.store is None:
@@ -42,13 +52,16 @@ def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool
     keys = [f"{prefix}/{rank}" for rank in range(world.size)]
     try:
         world.store.set(keys[world.rank], json.dumps(mine))
-        for _ in _naps(world) if may_be_refused else ():
+        for waited in _naps(world) if may_be_refused or tell_late else ():
             if world.store.check(keys):
                 break
+            if tell_late is not None and waited > LATE_SECONDS:
+                tell_late([rank for rank, key in enumerate(keys) if not world.store.check([key])])
+                tell_late = None
         world.store.wait(keys, timedelta(seconds=world.timeout_seconds))
         said = [json.loads(value) for value in world.store.multi_get(keys)]
     except RuntimeError as problem:
-        raise nobody_answered(world, world.store, topic, keys, problem) from None
+        raise nobody_answered(world, world.store, topic, keys, problem, remedy=remedy) from None
     name, _, count = prefix.rpartition("/")
     if count != "0":
         # All have spoken this time, so all have read what was said the last time.
@@ -57,14 +70,16 @@ def all_gather_json(world: World, topic: str, mine: Any, *, may_be_refused: bool
     return said
 
 
-def _naps(world: World) -> Iterator[None]:
-    """Sleep between looks, until the time-out; raise a refusal. See [Note: a refusal of some] in `comm_errors`.
+def _naps(world: World) -> Iterator[float]:
+    """Sleep between looks, and say how long it took so far, until the time-out; raise a refusal.
+
+    See [Note: a refusal of some] in `comm_errors`.
 
     A wait of the store itself, for a short time, ends with a warning of torch's on the terminal.
     """
     begin = time.monotonic()
     while (waited := time.monotonic() - begin) < world.timeout_seconds:
-        yield
+        yield waited
         if (refusal := world.find_refusal()) is not None:
             raise refusal
         time.sleep(min(_LONGEST_NAP_SECONDS, max(_SHORTEST_NAP_SECONDS, waited / 4)))
@@ -152,7 +167,7 @@ def require_equal(world: World, operation: str, what: str, values: Sequence[Any]
 
 
 def nobody_answered(
-    world: World, store: dist.Store, topic: str, keys: Sequence[str], problem: RuntimeError
+    world: World, store: dist.Store, topic: str, keys: Sequence[str], problem: RuntimeError, *, remedy: str = ""
 ) -> CommError | PlanError:
     """Return the error of a wait for `keys`, one a rank from rank 0 on, that ended in `problem`."""
     missing: list[int] = []
@@ -165,5 +180,18 @@ def nobody_answered(
         f"{name_ranks(missing)} did not get here within {world.timeout_seconds:g} s",
         rank=world.job_rank,
         operation=topic,
-        remedy="every rank must make the same farandole calls in the same order",
+        remedy=remedy
+        or _links(world, missing) + "every rank must make the same farandole calls in the same order",
+    )
+
+
+def _links(world: World, missing: Sequence[int]) -> str:
+    """Return what to look at first where ranks of other hosts are missing."""
+    hosts = world.groups.hosts
+    away = sorted({hosts[rank] for rank in missing if rank < len(hosts)} - {world.host})
+    if not away:
+        return ""
+    return (
+        f"is the network between {world.host} and {' and '.join(away)} cut, or does a process stand still there "
+        "(farandole doctor checks the links)? If not: "
     )

@@ -20,6 +20,7 @@ from ...core.host.uncaught import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError, PlanError
 from .comm_errors import translated
+from .forks import tell_children
 from .process_groups import ProcessGroups, build_time, new_part_group, set_patience
 from .rendezvous import forget_generation
 from .session import Session
@@ -212,6 +213,7 @@ class World(MeshPlace):
         if current.world is self:
             current.world = current.sockets = None
             forget_generation()
+            tell_children(None)
 
     def _subgroup(self, name: str) -> dist.ProcessGroup | None:
         if self.size == 1:

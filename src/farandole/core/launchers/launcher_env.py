@@ -79,6 +79,8 @@ class LauncherEnv:
     name: str
     ranks: RankNames | None = None
     nodes: NodeNames | None = None
+    command: str = ""
+    """What starts its ranks; empty: `farandole run`, which knows whether it has."""
     block_remedy: str = ""
     """How it is told to give neighbouring ranks to a host; empty: it does so always."""
 

@@ -53,6 +53,7 @@ OPEN_MPI = _OpenMpi(
         local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
         local_size=("OMPI_COMM_WORLD_LOCAL_SIZE",),
     ),
+    command="mpirun",
     block_remedy=_IN_BLOCKS,
 )
 
@@ -64,5 +65,6 @@ PMI = _Pmi(
         local_rank=("PALS_LOCAL_RANKID", "MPI_LOCALRANKID"),
         local_size=("PALS_LOCAL_SIZE", "MPI_LOCALNRANKS"),
     ),
+    command="mpirun",
     block_remedy=_IN_BLOCKS,
 )

@@ -62,6 +62,21 @@ def read_rank_variables(environ: Mapping[str, str] | None = None) -> RankVariabl
     return None
 
 
+def how_to_start_all(environ: Mapping[str, str] | None = None) -> str:
+    """Return what to do where ranks do not come, of which the variables of a launcher speak."""
+    environ = variables(environ)
+    found = [each for each in RANK_LAUNCHERS if each.ranks is not None and each.started_rank(environ)]
+    if not found or not found[0].command:
+        return "each of them must call farandole.init() too"
+    first, names = found[0], [each.ranks for each in found if each.ranks is not None]
+    size = next(name for name in names[0].size if name in environ)
+    unset = " ".join(name for each in names for name in each.rank if name in environ)
+    return (
+        f"{first.name} says {size}={environ[size]}: start each rank with {first.command}, or train in this "
+        f"process alone: unset {unset}"
+    )
+
+
 def write_rank_variables(place: RankVariables, cross: tuple[int, int], hostname: str) -> dict[str, str]:
     """Return the variables by which a rank reads `place`, in the spellings of farandole, torchrun and Horovod.
 

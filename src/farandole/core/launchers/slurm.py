@@ -77,6 +77,7 @@ SLURM = _Slurm(
         node_rank=("SLURM_NODEID",),
         node_count=("SLURM_STEP_NUM_NODES", "SLURM_JOB_NUM_NODES"),
     ),
+    command="srun",
     block_remedy="start with srun --distribution=block",
 )
 

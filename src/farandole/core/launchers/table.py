@@ -83,6 +83,7 @@ TORCHRUN = _Torchrun(
         node_rank=("GROUP_RANK", "NODE_RANK"),
         node_count=("GROUP_WORLD_SIZE",),
     ),
+    command="torchrun",
 )
 
 TORCHRUN_NODES = _TorchrunNodes(
@@ -99,6 +100,7 @@ TORCHRUN_NODES = _TorchrunNodes(
         "PET_NODE_RANK", "PET_NNODES", ("PET_MASTER_ADDR", "MASTER_ADDR"), ("PET_MASTER_PORT", "MASTER_PORT"),
         slots=("PET_NPROC_PER_NODE",),
     ),
+    "torchrun",
 )  # fmt: skip
 """Kubeflow Trainer and others set these and start one command a node, which need not be torchrun."""
 
@@ -112,6 +114,7 @@ HOROVOD = LauncherEnv(
         node_rank=("HOROVOD_CROSS_RANK",),
         node_count=("HOROVOD_CROSS_SIZE",),
     ),
+    command="horovodrun",
 )
 """horovodrun, Spark, Ray: they name the hosts' dimension ``cross``."""
 

@@ -188,9 +188,13 @@ class Crash:
         )
 
     def write(self, run_directory: Path) -> None:
-        """Leave the account in the run directory; a full or missing disk is no reason to fail again."""
+        """Leave the account in the run directory; a full or missing disk is no reason to fail again.
+
+        The first account of a rank stays: what fails later (a rank whose worker was refused) does so because of it.
+        """
         with contextlib.suppress(OSError):
-            write_private(crash_path(run_directory, self.rank), json.dumps(asdict(self)))
+            if not crash_path(run_directory, self.rank).exists():
+                write_private(crash_path(run_directory, self.rank), json.dumps(asdict(self)))
 
 
 def read_crashes(run_directory: Path) -> list[Crash]:
