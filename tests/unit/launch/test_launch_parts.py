@@ -198,6 +198,36 @@ def test_the_last_words_of_a_rank_that_takes_its_time_to_end(
     console.output.close()
 
 
+@pytest.mark.parametrize(
+    ("code", "said", "cause"),
+    [
+        (3, "farandole: note: all is well\n", "exit code 3"),
+        (1, "farandole: note: all is well\n", "exit code 1"),
+        (3, "Traceback (most recent call last):\n  File x\nKeyError: 'k'\nfarandole: 2 saves\n", "KeyError: 'k'"),
+        (
+            2,
+            "farandole: note: all is well\nfarandole: plan.toml: no such file\n",
+            "farandole: plan.toml: no such file",
+        ),
+    ],
+)
+@pytest.mark.parametrize("hold_seconds", [0.0, 60.0])
+def test_a_notice_is_no_cause_and_an_error_of_ours_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str, cause: str, hold_seconds: float
+) -> None:
+    monkeypatch.setattr(rank_output, "HOLD_SECONDS", hold_seconds)
+    console = Console(tmp_path)
+    for line in said.splitlines(keepends=True):
+        console.output.feed(0, True, line.encode())
+    time.sleep(0.001)
+    console.output.tick()
+    held = console.output.finish(0, failed=True)
+    found = find_failure([Exit(0, code, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    assert found.cause == cause
+    assert all(line in console.err.getvalue().decode() + found.to_text(tmp_path) for line in said.splitlines()[1:])
+    console.output.close()
+
+
 def crash(rank: int, when: float, *, consequence: bool = False, trace: str = "tb") -> Crash:
     return Crash(rank, "host-a", 5, "ValueError", f"m{rank}", trace, consequence, 1, when)
 

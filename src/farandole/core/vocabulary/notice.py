@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+NOTICE = "farandole: "
+
 
 def write_notice(text: str) -> None:
     """Write ``farandole: text`` and a newline to the standard error, at once."""
-    sys.stderr.write(f"farandole: {text}\n")
+    sys.stderr.write(f"{NOTICE}{text}\n")
     sys.stderr.flush()

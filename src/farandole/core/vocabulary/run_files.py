@@ -190,7 +190,7 @@ class Crash:
     def write(self, run_directory: Path) -> None:
         """Leave the account in the run directory; a full or missing disk is no reason to fail again.
 
-        The first account of a rank stays: what fails later (a rank whose worker was refused) does so because of it.
+        The first account of a rank stays: what fails later, as a rank whose worker was refused, fails by that.
         """
         with contextlib.suppress(OSError):
             if not crash_path(run_directory, self.rank).exists():

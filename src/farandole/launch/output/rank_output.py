@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from ...core.environ.env import color_is_allowed
+from ...core.vocabulary.notice import NOTICE
 from ...core.vocabulary.run_files import log_path
 from .equal_warnings import EqualWarnings
 from .log_file import LogFile
@@ -33,7 +34,8 @@ PARTIAL_SECONDS = 0.5
 BAR_SECONDS = 1.0
 LONGEST_LINE_BYTES = 64 * 1024
 _COLOURS = (36, 33, 35, 32, 34, 31, 96, 93)
-_OPENINGS = (b"Traceback (most recent call last):", b"farandole: ", b"terminate called ")
+_NOTICE = NOTICE.encode()
+_OPENINGS = (b"Traceback (most recent call last):", _NOTICE, b"terminate called ")
 _TORCH_PREFIX = re.compile(rb"\[rank\d+\]: ?")
 """torch.distributed puts it before each line of an uncaught exception; our own prefix says the same."""
 
@@ -137,7 +139,8 @@ class Output:
                 piece, stream.pending = stream.pending, b""
                 self._line(rank, is_error, stream, piece)
             if failed:
-                held += b"".join(stream.held) or self._last_words(stream)
+                has_only_notices = all(line.startswith(_NOTICE) for line in stream.held)
+                held += b"".join([self._last_words(stream) if has_only_notices else b"", *stream.held])
                 stream.held = []
             else:
                 self._release(rank, is_error, stream)
@@ -194,7 +197,9 @@ class Output:
         held, stream.held = stream.held, []
         if held:
             words = [line for line in held if line.strip()]
-            stream.last_words, stream.spoken_at = words[-1] if words else b"", time.monotonic()
+            said = [line for line in words if not line.startswith(_NOTICE)]
+            if said or not self._last_words(stream):
+                stream.last_words, stream.spoken_at = (said or words or [b""])[-1], time.monotonic()
         for line in held:
             self._print(rank, is_error, line)
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...core.failures.backend_texts import is_peer_lost, is_timeout
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import NOTICE
 from ...core.vocabulary.rank_lists import name_ranks, who_failed
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
 from .stacks import where_they_stood
@@ -32,6 +34,7 @@ _LONGER_WAIT = (
     "or let every rank do its part of it (fd.shard(loader, evaluate=True))"
 )
 _MOST_FRAMES = 12
+_BAD_INPUT = ConfigError.exit_code
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ def find_failure(
             remedy = remedy_of(ended.held)
     else:
         trace, step = ended.held, None
-        cause = _last_line(ended.held) or f"exit code {ended.code}"
+        cause = _last_words(ended) or f"exit code {ended.code}"
         remedy = remedy_of(cause)
     return Failure(
         rank=ended.rank,
@@ -254,9 +257,11 @@ def _told_of_another(text: str) -> int:
     return 2 if is_peer_lost(text, any_origin=True) else 0
 
 
-def _last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1].strip() if lines else ""
+def _last_words(ended: Exit) -> str:
+    """Return the last line that says why a rank ended: a notice of ours does not, an error of ours ends with 2."""
+    lines = [line.strip() for line in ended.held.splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(NOTICE)] or (lines if ended.code == _BAD_INPUT else [])
+    return said[-1] if said else ""
 
 
 def _signal_name(number: int) -> str:
