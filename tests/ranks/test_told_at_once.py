@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -28,3 +29,42 @@ def test_the_workers_of_a_script_without_a_guard_are_the_cause(tmp_path: Path) -
     assert "this is a spawned worker of rank" in result.stderr.splitlines()[0]
     assert "under if __name__ == '__main__'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+SECRETS = """
+import torch, farandole as fd
+fd.init()
+model, optimizer = fd.distribute(model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), 0.1))
+for _ in range(3):
+    model(torch.ones(2, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_no_file_of_a_run_has_a_secret_of_its_command_line(tmp_path: Path) -> None:
+    name = script(tmp_path, SECRETS)
+    given = ["--token=canary", "--api-key", "canary", "--db.password", "canary", "HF_TOKEN=canary"]
+    given += ["--max-tokens", "64"]
+    words = (
+        "run",
+        "-np",
+        "1",
+        "--run-dir",
+        "run",
+        "-x",
+        "WANDB_API_KEY=canary",
+        "--",
+        sys.executable,
+        name,
+        *given,
+    )
+    assert warm.run(tmp_path, *words).returncode == 0
+    assert warm.run(tmp_path, "report", "run").returncode == 0
+    assert "canary" not in warm.run(tmp_path, "diagnose", "run").stdout
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert not [path for path in files if b"canary" in path.read_bytes()]
+    command = json.loads((tmp_path / "run" / "run.json").read_text())["command"]
+    assert command[-len(given) :] == [
+        "--token=***", "--api-key", "***", "--db.password", "***", "HF_TOKEN=***", "--max-tokens", "64"
+    ]  # fmt: skip
+    assert "--token=***" in (tmp_path / "run" / "report.html").read_text()

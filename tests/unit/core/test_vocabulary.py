@@ -19,7 +19,7 @@ from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.vocabulary import units
 from farandole.core.vocabulary.config import parse_settings
 from farandole.core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
-from farandole.core.vocabulary.run_files import Crash, crash_path, read_crashes, write_private
+from farandole.core.vocabulary.run_files import Crash, crash_path, hide_secrets, read_crashes, write_private
 from farandole.core.vocabulary.spec import Plan
 from farandole.core.vocabulary.suggestions import did_you_mean
 
@@ -328,6 +328,31 @@ def test_private_files_and_crashes(tmp_path: Path) -> None:
     crashes = read_crashes(tmp_path)
     assert [crash.message for crash in crashes] == ["from 1", "from 0"], "the first account of a rank stays"
     assert "ValueError: from 1" in crashes[0].traceback
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["--tokenizer", "--tokens=a.bin", "--tokens_per_batch=8", "--num-tokens=5", "--detokenize", "s3://b/x", "a@b"],
+)
+def test_what_is_no_secret_is_shown(word: str) -> None:
+    assert hide_secrets([word, "value"]) == [word, "value"]
+
+
+@pytest.mark.parametrize(
+    ("words", "hidden"),
+    [
+        (["--hf_token=a b"], ["--hf_token=***"]),
+        (["+wandb.api_key=3"], ["+wandb.api_key=***"]),
+        (["--aws-secret-access-key", "k", "k"], ["--aws-secret-access-key", "***", "k"]),
+        (["--accessToken", "v"], ["--accessToken", "***"]),
+        (["--use-auth-token", "--lr", "1"], ["--use-auth-token", "--lr", "1"]),
+        (["https://u:pw@h/x"], ["https://u:***@h/x"]),
+        (["cd x;HF_TOKEN=a run --passwd b --lr 3"], ["cd x;HF_TOKEN=*** run --passwd *** --lr 3"]),
+        (["-c", "HF_TOKEN=a python t.py"], ["-c", "HF_TOKEN=***"]),
+    ],
+)
+def test_secrets_of_a_command_are_hidden(words: list[str], hidden: list[str]) -> None:
+    assert hide_secrets(words) == hidden
 
 
 def test_a_link_beside_a_private_file_is_not_followed(tmp_path: Path) -> None:

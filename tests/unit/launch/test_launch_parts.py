@@ -285,7 +285,7 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert first.parent == tmp_path / "runs"
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
     monkeypatch.setenv("SECRET_TOKEN", "hunter2")
-    write_run(first, command=["python", "x"], size=2, plan=None, extra={})
+    write_run(first, command=["python", "x", "--hf-token", "hunter2"], size=2, plan=None, extra={})
     text = (first / "run.json").read_text()
     assert "hunter2" not in text
     facts = json.loads(text)

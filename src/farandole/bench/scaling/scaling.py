@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import FarandoleError
+from ...core.vocabulary.run_files import hide_secrets
 from ...observe.figures.figures import efficiency
 from ..measure.intervals import nested_interval, nested_ratio
 from ..measure.launch_ranks import STOPPED, Say, remove_unless_failed, run_here
@@ -70,7 +71,7 @@ def bench_scaling(
     found = compare([case for case in cases if _run_of(case) not in failed], runs)
     note = busy_note(facts)
     return {
-        "machine": facts, "command": list(command), "sizes": list(sizes), "mode": mode, "batch": batch,
+        "machine": facts, "command": hide_secrets(command), "sizes": list(sizes), "mode": mode, "batch": batch,
         "hosts": hosts, "plan": list(plans.words), "changes": list(plans.changes), "rounds": rounds, "rows": found,
         "failed": _failures(cases, failed),
         "notes": [*([note] if note else []), *_notes(found, hosts)],

@@ -33,11 +33,12 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +64,31 @@ _LOOK_SECONDS = 0.2
 _LOOKS = 4
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
+
+_SECRET = (
+    r"[\w.@:+-]*(?:token(?!i[sz]|s\b|s_)|secret|passw(?:or)?d|passphrase|(?:api|access|private)[-_.]?key|credential)"
+    r"[\w.-]*"
+)
+"""Names of what nobody else may read; tokenizers, and counts of tokens, are no secrets."""
+_SECRET_NAME = re.compile(f"-{_SECRET}", re.I)
+_SECRET_VALUE = re.compile(rf"^({_SECRET}=).*|([\s;&'\"]{_SECRET}=|\s-{_SECRET}\s+)[^\s-]\S*", re.I | re.S)
+_SECRET_IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+
+
+def hide_secrets(words: Sequence[str]) -> list[str]:
+    """Return a command as it may be kept and shown: values of what looks like a secret are ``***``.
+
+    >>> hide_secrets(["train.py", "--token=a", "--api-key", "b", "--max-tokens", "9", "sh -c 'x --password c'"])
+    ['train.py', '--token=***', '--api-key', '***', '--max-tokens', '9', "sh -c 'x --password ***"]
+    """
+    hidden: list[str] = []
+    before = ""
+    for word in words:
+        is_value = _SECRET_NAME.fullmatch(before) is not None and not word.startswith("-")
+        text = _SECRET_VALUE.sub(lambda found: f"{found[1] or found[2]}***", word)
+        hidden.append("***" if is_value else _SECRET_IN_ADDRESS.sub(r"\1***@", text))
+        before = word
+    return hidden
 
 
 def events_path(run_directory: Path, rank: int) -> Path:

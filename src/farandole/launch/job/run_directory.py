@@ -65,7 +65,7 @@ def write_run(
     """
     facts = {
         "version": 1,
-        "command": list(command),
+        "command": run_files.hide_secrets(command),
         **({} if size is None else {"size": size}),
         "hosts": [socket.gethostname()],
         "started": datetime.now().astimezone().isoformat(timespec="milliseconds"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.environ.env import inherited_environment, read_frozen_seconds, read_typed_command
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, PLAN
+from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, PLAN, hide_secrets
 from ...core.vocabulary.sync_spec import SyncSpec
 from ..job.contract import FROZEN_SECONDS, JobSpec
 from ..job.ports import ReservedPort
@@ -86,7 +86,7 @@ def open_run(
     """
     directory = make_run_directory(*_directory_names(request, node_rank))
     typed = read_typed_command() or list(request.typed_command)
-    facts = {**({"typed_command": typed} if typed else {}), **(extra or {})}
+    facts = {**({"typed_command": hide_secrets(typed)} if typed else {}), **(extra or {})}
     problem = write_run(directory, command=request.command, size=size, plan=request.plan, extra=facts)
     if problem:
         write_notice(f"warning: {problem}")

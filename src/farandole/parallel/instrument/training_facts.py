@@ -19,6 +19,7 @@ from ...comm.world.world import World
 from ...core.vocabulary import events
 from ...core.vocabulary.events import Setup, SetupValue
 from ...core.vocabulary.rank_lists import write_numbers
+from ...core.vocabulary.run_files import hide_secrets
 
 _TEXT_KEPT = 4000
 
@@ -71,7 +72,7 @@ def watch_facts(here: World) -> None:
     facts.note({events.SETUP_DEVICE: here.device.type})
     if here.rank == 0:
         words = [word for word in getattr(sys, "orig_argv", sys.argv) if word]
-        facts.note({events.SETUP_ARGUMENTS: shlex.join(words)[:_TEXT_KEPT]})
+        facts.note({events.SETUP_ARGUMENTS: shlex.join(hide_secrets(words))[:_TEXT_KEPT]})
     here.session.steps.after_step(facts.after_step)
 
 
