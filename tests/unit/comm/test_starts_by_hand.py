@@ -94,6 +94,18 @@ def test_rank_0_names_who_is_late_and_goes_on_waiting(
     assert said.count("have not come") == 1
 
 
+def test_the_link_to_another_host_is_looked_at_before_the_program() -> None:
+    store = dist.HashStore()
+    here = world(store, 0, 3, 0.1)
+    here.groups.hosts = (here.host, here.host, "b")
+    store.set("lunch/0/1", "1")
+    with pytest.raises(Stalled, match=rf"rank 2 did not .* network between {here.host} and b cut.*every rank"):
+        store_sync.all_gather_json(here, "lunch", 1)
+    here.groups.hosts = ("b", here.host, here.host)
+    with pytest.raises(Stalled, match=r"ranks 1 and 2 did not get here within 0.1 s; every rank"):
+        store_sync.all_gather_json(here, "lunch", 1)
+
+
 @pytest.mark.usefixtures("rank_1_of_2")
 def test_a_rank_names_rank_0_that_is_late(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

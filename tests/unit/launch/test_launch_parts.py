@@ -252,6 +252,12 @@ def test_a_killed_rank_is_the_cause_and_not_those_who_noticed() -> None:
     assert "out-of-memory killer was at work" in found.remedy
 
 
+def test_a_killed_rank_is_on_its_own_host() -> None:
+    killed = Exit(1, -9, 1.0, host="host1")
+    found = find_failure([killed, Exit(0, 0, 2.0)], [], host="host0", stop_seconds=0, out_of_memory=False)
+    assert found.host == "host1"
+
+
 def test_an_abort_at_the_end_of_a_stock_script_has_its_remedy(tmp_path: Path) -> None:
     console = Console(tmp_path, 1)
     console.output.feed(0, True, b"a warning\nterminate called without an active exception\n")
@@ -289,7 +295,11 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     text = (first / "run.json").read_text()
     assert "hunter2" not in text
     facts = json.loads(text)
-    assert (facts["size"], facts["command"], facts["plan"]["accumulate"]) == (2, ["python", "x"], 1)
+    assert (facts["size"], facts["command"], facts["plan"]["accumulate"]) == (
+        2,
+        ["python", "x", "--hf-token", "***"],
+        1,
+    )
     with pytest.raises(ConfigError, match="holds a run already"):
         make_run_directory(str(first), "x")
     (tmp_path / "file").write_text("")

@@ -50,6 +50,8 @@ class Exit:
     """What it wrote last to stderr, when that was a traceback."""
     is_missed: bool = True
     """Whether the others cannot go on without it (`run_files.is_dispensable`)."""
+    host: str = ""
+    """Where it was; empty: as the caller of `find_failure` says."""
 
     @property
     def failed(self) -> bool:
@@ -169,10 +171,10 @@ def _leaver(exits: Sequence[Exit], suspects: Sequence[Suspect]) -> list[Suspect]
     return [Suspect(left, account_of_leaving(left))] if missed and left is not None else []
 
 
-def account_of_leaving(ended: Exit, host: str = "", *, who_waits: str = "which still needed it") -> Crash:
+def account_of_leaving(ended: Exit, *, who_waits: str = "which still needed it") -> Crash:
     """Return the account of a rank that ended well too early."""
     return Crash(
-        ended.rank, host, None, LEFT_KIND, f"it ended with exit code 0 before the others, {who_waits}", "",
+        ended.rank, ended.host, None, LEFT_KIND, f"it ended with exit code 0 before the others, {who_waits}", "",
         consequence=False, exit_code=1, when_seconds=ended.when_seconds,
     )  # fmt: skip
 
@@ -191,7 +193,7 @@ def find_failure(
     guilty = [suspect.exit for suspect in suspects]
     first = suspects[0]
     crash, ended = first.crash, first.exit
-    remedy = ""
+    remedy, host = "", ended.host or host
     if crash is not None:
         cause = crash.message if not crash.traceback else f"{crash.kind}: {crash.message}".rstrip(": ")
         trace, step, host = crash.traceback, crash.step, crash.host or host

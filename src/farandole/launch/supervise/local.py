@@ -75,7 +75,7 @@ class Supervisor(FixedJob):
         if found.is_missed:
             left = next(ended for ended in self._exits if ended.rank == found.rank)
             who = f"and {name_ranks(found.waiting)} waited for it in fd.init"
-            account_of_leaving(left, socket.gethostname(), who_waits=who).write(self._directory)
+            account_of_leaving(left, who_waits=who).write(self._directory)
         else:
             self.say(found.to_text())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,8 @@ class RankProcess:
     rank: int
     popen: subprocess.Popen[bytes]
     pidfd: int
+    host: str
+    """Where it is, as failures say it."""
 
     @property
     def process_group(self) -> int:
@@ -84,7 +87,7 @@ def start_rank(
         )
     except (OSError, subprocess.SubprocessError) as problem:
         raise LaunchError(f"rank {rank}: cannot start {command[0]!r}: {problem}") from None
-    process = RankProcess(rank, popen, os.pidfd_open(popen.pid))
+    process = RankProcess(rank, popen, os.pidfd_open(popen.pid), host.name if host else socket.gethostname())
     for pipe, _ in process.pipes:
         os.set_blocking(pipe.fileno(), False)
     return process

@@ -12,7 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ...core.vocabulary.run_files import JobLock, is_dispensable
@@ -107,7 +107,7 @@ class HostRanks:
             return
         running = {rank: process for rank, process in self.processes().items() if rank not in self._frozen}
         for found in self._frozen_watch.look(now, running):
-            found.write(self.job.run_directory)
+            replace(found, host=self._running[found.rank].host).write(self.job.run_directory)
             self._frozen.add(found.rank)
             self._is_frozen(found.rank)
 
@@ -160,7 +160,7 @@ class HostRanks:
         self._selector.unregister(process.pidfd)
         held = self.output.finish(process.rank, failed=code != 0)
         is_missed = not is_dispensable(self.job.run_directory, process.rank)
-        self.exits.append(Exit(process.rank, code, when, self._stopping, held, is_missed))
+        self.exits.append(Exit(process.rank, code, when, self._stopping, held, is_missed, process.host))
         process.close()
         del self._running[process.rank]
         self.on_exit(self.exits[-1])
