@@ -176,7 +176,7 @@ def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[s
         process.communicate()
     ended = time.time()
     assert process.returncode == 137, said
-    assert "rank 3" in said
+    assert "rank 3 on host1" in said
     assert "SIGKILL" in said
     assert ended - float((tmp_path / "killed").read_text()) < 10
     assert gone_within([process.pid], 5)

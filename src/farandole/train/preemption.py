@@ -5,7 +5,7 @@ preempted job), some ranks a moment before others. If each rank believed only it
 write a checkpoint while another waits for it in an exchange. So the answer is the same on all ranks: yes as
 soon as one of them was told. Handlers exist only in programs that ask; elsewhere signals mean what they did. A
 scheduler may signal each process, and the launcher passes on its own: a second SIGTERM right after the first is
-the same one.
+the same one. A handler that the script had before is called after ours; it cannot end the rank, which has to save.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ import torch.distributed as dist
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.notice import write_notice
 from .data.spared_workers import spare_all_workers
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
@@ -37,6 +40,10 @@ class _WarningSignal:
     """The first signal that came; 0: none."""
     asked_seconds: float = 0.0
     """When SIGTERM came first; 0: never."""
+    scripts: dict[int, Any] = field(default_factory=dict)
+    """The handlers that were there before ours, by signal."""
+    replaced: set[int] = field(default_factory=set)
+    """Signals whose handler the script has replaced, which was said."""
 
 
 _warning = _WarningSignal()
@@ -62,6 +69,7 @@ def preempted_or(other: bool) -> tuple[bool, bool]:
     """Return what `preempted` does, and whether `other` is true on any rank, with one exchange for both."""
     if not _warning.listening:
         _listen()
+    _look_for_handlers()
     if not has_world() or world().size == 1:
         return _warning.by != 0, other
     here = world()
@@ -79,12 +87,25 @@ def _listen() -> None:
             "fd.preempted() was first called in a thread", remedy="call it once in the main thread before"
         )
     for number in _WARNINGS:
-        signal.signal(number, _note)
+        _warning.scripts[number] = signal.signal(number, _note)
     _warning.listening = True
     spare_all_workers()
 
 
-def _note(number: int, _: FrameType | None) -> None:
+def _look_for_handlers() -> None:
+    """Say once that a signal does not warn any more, as the script has replaced our handler."""
+    for number in _WARNINGS:
+        if number not in _warning.replaced and signal.getsignal(number) is not _note:
+            _warning.replaced.add(number)
+            if not has_world() or world().is_main:
+                write_notice(
+                    f"warning: the script has set a handler of {number.name} after Farandole's: when the job is "
+                    f"preempted by {number.name}, fd.preempted() stays False and no checkpoint is saved; set it "
+                    "before the first fd.preempted() or Checkpointer.after_step, and both are called"
+                )
+
+
+def _note(number: int, frame: FrameType | None) -> None:
     now = time.monotonic()
     if number == signal.SIGTERM:
         _warning.asked_seconds = _warning.asked_seconds or now
@@ -92,3 +113,13 @@ def _note(number: int, _: FrameType | None) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.raise_signal(signal.SIGTERM)
     _warning.by = _warning.by or number
+    handler = _warning.scripts.get(number)
+    if callable(handler):
+        try:
+            handler(number, frame)
+        except (SystemExit, KeyboardInterrupt):
+            with suppress(RuntimeError):  # the signal came while this thread wrote
+                write_notice(
+                    f"the script's handler of {signal.Signals(number).name} would end this rank, which goes on so "
+                    "that all ranks can save; end the loop where fd.preempted() is true"
+                )

@@ -38,6 +38,31 @@ def test_nobody_listens_before_the_first_question() -> None:
     assert signal.getsignal(signal.SIGTERM) is not before
 
 
+def test_a_handler_that_the_script_had_is_called_too_and_does_not_end_the_rank(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    came: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+    assert not preemption.preempted()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert preemption.preempted()
+    assert came == [signal.SIGUSR1]
+    assert "the script's handler of SIGTERM would end this rank" in capsys.readouterr().err
+
+
+def test_a_handler_that_replaces_ours_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    preemption.preempted()
+    assert capsys.readouterr().err == ""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    preemption.preempted()
+    preemption.preempted()
+    said = capsys.readouterr().err
+    assert said.count("has set a handler of SIGTERM after Farandole's") == 1
+    assert "SIGUSR1" not in said
+
+
 def test_only_the_main_thread_can_begin_to_listen() -> None:
     with ThreadPoolExecutor(1) as pool, pytest.raises(ConfigError, match="call it once in the main thread"):
         pool.submit(preemption.preempted).result()
