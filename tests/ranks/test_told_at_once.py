@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests import warm
-from tests.ranks.test_launch import script
+from tests.ranks.test_launch import FARANDOLE, script
 
 UNGUARDED = """
 import farandole as fd
@@ -68,3 +71,47 @@ def test_no_file_of_a_run_has_a_secret_of_its_command_line(tmp_path: Path) -> No
         "--token=***", "--api-key", "***", "--db.password", "***", "HF_TOKEN=***", "--max-tokens", "64"
     ]  # fmt: skip
     assert "--token=***" in (tmp_path / "run" / "report.html").read_text()
+
+
+def answered(directory: Path, size: int, text: str) -> subprocess.CompletedProcess[str]:
+    """Run a script of `text` in a terminal where ``7`` is typed, then ``c``."""
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, b"7\nc\n")
+        words = [
+            *FARANDOLE,
+            "run",
+            "-np",
+            str(size),
+            "--run-dir",
+            "run",
+            "--",
+            sys.executable,
+            script(directory, text),
+        ]
+        return subprocess.run(
+            words, cwd=directory, stdin=theirs, capture_output=True, text=True, timeout=40, check=False
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+
+
+ASKS = "print('got', int(input('how many? ')) + 1, flush=True)\nbreakpoint()\nprint('went on')\n"
+
+
+def test_one_rank_inherits_the_terminal_and_its_log_has_what_it_printed(tmp_path: Path) -> None:
+    result = answered(tmp_path, 1, ASKS)
+    assert result.returncode == 0, result.stderr
+    assert "got 8" in result.stdout
+    log = (tmp_path / "run" / "logs" / "rank_0.log").read_text()
+    assert "how many? got 8" in log
+    assert log.splitlines()[-1].endswith("went on")
+
+
+@pytest.mark.parametrize("text", [ASKS, "breakpoint()\n"])
+def test_several_ranks_have_none_and_are_told_so(tmp_path: Path, text: str) -> None:
+    result = answered(tmp_path, 2, text)
+    assert result.returncode == 1
+    assert "ranks have no terminal" in result.stderr
+    assert "farandole run -np 1" in result.stderr

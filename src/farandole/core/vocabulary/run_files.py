@@ -69,7 +69,7 @@ _SECRET = (
     r"[\w.@:+-]*(?:token(?!i[sz]|s\b|s_)|secret|passw(?:or)?d|passphrase|(?:api|access|private)[-_.]?key|credential)"
     r"[\w.-]*"
 )
-"""Names of what nobody else may read; tokenizers, and counts of tokens, are no secrets."""
+"""Names of secrets; tokenizers, and counts of tokens, are none."""
 _SECRET_NAME = re.compile(f"-{_SECRET}", re.I)
 _SECRET_VALUE = re.compile(rf"^({_SECRET}=).*|([\s;&'\"]{_SECRET}=|\s-{_SECRET}\s+)[^\s-]\S*", re.I | re.S)
 _SECRET_IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")

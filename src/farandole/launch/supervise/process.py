@@ -73,13 +73,18 @@ def start_rank(
     environment: Mapping[str, str],
     cores: Sequence[int],
     host: HostNamespaces | None = None,
+    *,
+    has_terminal: bool = False,
 ) -> RankProcess:
-    """Start `command`; raise `LaunchError` when it cannot be executed."""
+    """Start `command`; raise `LaunchError` when it cannot be executed.
+
+    `has_terminal`: it reads this process's stdin, for ``input()`` and ``breakpoint()``; else it reads nothing.
+    """
     try:
         popen = subprocess.Popen(
             list(command),
             env=dict(environment),
-            stdin=subprocess.DEVNULL,
+            stdin=None if has_terminal else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -117,7 +117,9 @@ class HostRanks:
     def start_rank(self, place: RankSpec) -> None:
         """Start a rank; raise `LaunchError` when it cannot be."""
         environment = {**self.environment, **rank_environment(place, self.job, self.environment)}
-        self._follow(start_rank(place.rank, self.command, environment, place.cores, place.host))
+        has_terminal = place.size == 1 and os.isatty(0)
+        words = (place.rank, self.command, environment, place.cores, place.host)
+        self._follow(start_rank(*words, has_terminal=has_terminal))
 
     def _follow(self, process: RankProcess) -> None:
         assert self.reaper is not None, "set before ranks are started"

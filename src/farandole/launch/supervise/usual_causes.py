@@ -22,6 +22,10 @@ _USUAL = {
         "threads of torch were still at work when the process ended: call "
         "torch.distributed.destroy_process_group() at the script's end"
     ),
+    r"EOFError: EOF when reading a line|BdbQuit": (
+        "ranks have no terminal, and no stdin to read: input() and breakpoint() work with farandole run -np 1 "
+        "in a terminal, which its rank inherits"
+    ),
     r"mixed dtype \(CPU\)": (
         "a norm met an input in float32 and parameters in bfloat16: is there a buffer in float32 (plan: "
         "bf16_parameters leaves buffers as they are)? Cast what it is multiplied with, x * self.scale.to(x.dtype)"
