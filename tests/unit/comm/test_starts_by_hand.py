@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import astuple, replace
@@ -41,12 +42,16 @@ def test_a_worker_that_imports_the_script_is_told_to_guard_its_start(monkeypatch
 
 
 @pytest.mark.usefixtures("rank_1_of_2")
-def test_a_worker_with_the_place_of_its_rank_is_none_and_one_of_its_own_place_is() -> None:
+def test_a_worker_with_the_place_of_its_rank_is_none_and_one_of_its_own_place_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     place: Any = read_rank_variables()
     tell_children(place)
     try:
         child: Any = multiprocessing.get_context("spawn").Process(target=print)
-        assert astuple(place) in child._config.values(), "what a child is given"
+        assert (os.getpid(), *astuple(place)) in child._config.values(), "what a child is given"
+        refuse_spawned_worker(place)  # the rank itself, which makes further groups
+        monkeypatch.setattr(os, "getpid", lambda: 1)
         with pytest.raises(ConfigError, match=r"spawned worker of rank 1, and no rank itself"):
             refuse_spawned_worker(place)
         refuse_spawned_worker(replace(place, rank=0))

@@ -113,7 +113,7 @@ def refuse_inherited_group(rank: int, size: int) -> None:
 def tell_children(place: RankVariables | None) -> None:
     """Let the processes that multiprocessing starts from now on know which rank this is; None: none any more."""
     process: Any = multiprocessing.current_process()
-    process._config[_PLACE] = None if place is None else astuple(place)  # handed on to children
+    process._config[_PLACE] = None if place is None else (os.getpid(), *astuple(place))  # handed on to children
 
 
 def refuse_spawned_worker(place: RankVariables) -> None:
@@ -128,7 +128,8 @@ def refuse_spawned_worker(place: RankVariables) -> None:
             f"{what}, which imports the script once more",
             remedy="put the start of the script under if __name__ == '__main__'",
         )
-    if process._config.get(_PLACE) == astuple(place):
+    rank, *theirs = process._config.get(_PLACE) or (os.getpid(),)
+    if rank != os.getpid() and theirs == list(astuple(place)):
         raise ConfigError(
             f"{what}, and no rank itself",
             remedy="call farandole.init() and exchange with the other ranks in the rank's own process",
