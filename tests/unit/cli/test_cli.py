@@ -210,7 +210,7 @@ def test_a_dry_run_shows_the_job_that_would_run(place: Path, monkeypatch: pytest
     words += ["-x", "MINE=1", "--as-horovod", "--quiet", "--", "python", "train.py"]
     told = []
 
-    def start_rank(rank: int, command: list[str], environment: dict[str, str], *_: object) -> None:
+    def start_rank(rank: int, command: list[str], environment: dict[str, str], *_: object, **__: object) -> None:
         told.append((rank, command, environment))
         if rank == 1:
             raise LaunchError("far enough")

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -219,6 +219,7 @@ def _command(words: Sequence[str]) -> None:
 
 CALLED: Mapping[str, Callable[..., Any]] = {
     "the DataLoader": DataLoader,
+    "fully_shard": fully_shard,
     "DistributedDataParallel": DistributedDataParallel,
     "fd.RowTable": farandole.RowTable,
     "fd.Checkpointer": farandole.Checkpointer,
