@@ -50,7 +50,7 @@ def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
 
 def test_collectives_on_four_hosts(tmp_path: Path) -> None:
     found, _ = bench(
-        tmp_path, "collectives", "--hosts", "4", "--sizes", "400kB", "--rounds", "1", "--routes", "segments"
+        tmp_path, "collectives", "--hosts", "4", "--sizes", "400kB", "--rounds", "1", "--routes", "connections"
     )
     (row,) = found["rows"]
     assert row["formula_bytes"] == 600_000
@@ -63,7 +63,10 @@ def test_collectives_over_the_loopback_have_no_bound(tmp_path: Path) -> None:
     )
     assert "over its loopback" in progress
     assert (found["hosts"], found["ranks"], found["bits_per_second"]) == (1, 2, None)
-    assert [(row["route"], row["share_of_bound"]) for row in found["rows"]] == [("gloo", None), ("segments", None)]
+    assert [(row["route"], row["share_of_bound"]) for row in found["rows"]] == [
+        ("gloo", None),
+        ("connections", None),
+    ]
 
 
 def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:

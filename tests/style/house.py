@@ -260,7 +260,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("data", "data sets in the formats in which they are found on disk. Nothing is downloaded"),
         ("models", "plain models to measure with: no farandole in them"),
         ("measure", "measuring: intervals, links, warm-up, machine facts, ranks on hosts"),
-        ("collectives", "``farandole bench collectives``: routes, and segmented collectives, compared"),
+        ("collectives", "``farandole bench collectives``: routes compared"),
         ("cluster", "``farandole measure``: what devices, links, codecs and disks give, into `cluster.toml`"),
         ("cluster_test", "``farandole test``: a real job over all hosts that checks the set-up"),
         ("device_test", "``farandole test --device``: codecs and the engine on a device, compared with the CPU"),

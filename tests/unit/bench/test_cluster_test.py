@@ -93,7 +93,7 @@ def test_a_wrong_exchange_is_a_fault_that_names_the_element(monkeypatch: pytest.
 
     monkeypatch.setitem(collectives_check.KINDS, "broadcast", spoilt)
     world: Any = SimpleNamespace(group=object(), device=torch.device("cpu"), size=2, rank=0)
-    fault = check(CollectiveCase("broadcast", torch.float32, 1000), world)
+    fault = check(CollectiveCase("broadcast", torch.float32, 1000), world, {})
     assert fault.startswith("broadcast of 1,000 float32: 1 of 1000 numbers are wrong, the first is element 17")
 
 

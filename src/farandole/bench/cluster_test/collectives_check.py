@@ -6,14 +6,16 @@ small whole numbers: sums are exact in every type, and the comparison is for equ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ...comm.world.world import World
-from ..collectives import segmented
+from ..collectives.own_routes import make_connections
+from ..collectives.route import Run
 
 SIZES = (1, 1000, 65_537, 300_000)
 DTYPES = (
@@ -63,12 +65,16 @@ def inputs(case: CollectiveCase, size: int, device: torch.device) -> torch.Tenso
     return torch.stack(rows).to(case.dtype)
 
 
-def check(case: CollectiveCase, world: World) -> str:
+def our_exchanges(world: World) -> dict[str, Run]:
+    """Connect all ranks; return what makes our exchanges, by kind."""
+    return {kind: make_connections(operation, world) for kind, operation in _OURS.items()}
+
+
+def check(case: CollectiveCase, world: World, ours: Mapping[str, Run]) -> str:
     """Make the exchange; return what is wrong with what this rank received, or nothing."""
-    assert world.group is not None, "several ranks"
-    device = torch.device("cpu") if case.kind.startswith("our") else world.device
+    device = torch.device("cpu") if case.kind in ours else world.device
     rows = inputs(case, world.size, device)
-    received, expected = KINDS[case.kind](rows, world, world.group)
+    received, expected = KINDS[case.kind](rows, world, ours.get(case.kind, world.group))
     if torch.equal(received, expected):
         return ""
     wrong = (received != expected).flatten().nonzero().flatten()
@@ -81,7 +87,8 @@ def check(case: CollectiveCase, world: World) -> str:
 
 Exchanged = tuple[torch.Tensor, torch.Tensor]
 """What was received, and what it must be."""
-Exchange = Callable[[torch.Tensor, World, dist.ProcessGroup], Exchanged]
+Exchange = Callable[[torch.Tensor, World, Any], Exchanged]
+"""Given all ranks' inputs, the world, and torch's group or what makes our exchange."""
 
 
 def _all_reduce(name: str) -> Exchange:
@@ -141,24 +148,23 @@ def _neighbours(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> E
     return received, rows[before]
 
 
-def _our_all_reduce(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> Exchanged:
-    mine = rows[world.rank].clone()
-    segmented.all_reduce(mine, group)
-    return mine, rows.sum(0).to(rows.dtype)
-
-
-def _our_reduce_scatter(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> Exchanged:
+def _our_all_reduce(rows: torch.Tensor, world: World, run: Run) -> Exchanged:
     """Each rank has as many parts as there are ranks: its row, turned."""
+    mine = torch.stack([rows[world.rank].roll(part) for part in range(world.size)])
+    expected = torch.stack([rows.roll(part, 1).sum(0) for part in range(world.size)])
+    return run(mine.view(-1)).view_as(mine), expected.to(rows.dtype)
+
+
+def _our_reduce_scatter(rows: torch.Tensor, world: World, run: Run) -> Exchanged:
+    """The same, of which each rank gets its part."""
     whole = torch.stack([rows[world.rank].roll(part) for part in range(world.size)])
-    mine = torch.empty_like(rows[0])
-    segmented.reduce_scatter(mine, whole, group)
-    return mine, torch.stack([row.roll(world.rank) for row in rows]).sum(0).to(rows.dtype)
+    return run(whole.view(-1)), torch.stack([row.roll(world.rank) for row in rows]).sum(0).to(rows.dtype)
 
 
-def _our_all_gather(rows: torch.Tensor, world: World, group: dist.ProcessGroup) -> Exchanged:
-    received = torch.empty_like(rows)
-    segmented.all_gather(received, rows[world.rank].clone(), group)
-    return received, rows
+def _our_all_gather(rows: torch.Tensor, world: World, run: Run) -> Exchanged:
+    received = torch.zeros_like(rows)
+    received[world.rank] = rows[world.rank]
+    return run(received.view(-1)).view_as(rows), rows
 
 
 KINDS: dict[str, Exchange] = {
@@ -175,3 +181,6 @@ KINDS: dict[str, Exchange] = {
     "our reduce-scatter sum": _our_reduce_scatter,
     "our all-gather": _our_all_gather,
 }
+_OURS = {
+    "our all-reduce sum": "all_reduce", "our reduce-scatter sum": "reduce_scatter", "our all-gather": "all_gather"
+}  # fmt: skip

@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -24,10 +23,10 @@ import farandole as fd
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...train.verify.verify import Check
-from ..collectives import segmented
+from ..collectives.own_routes import Connections, make_sums
 from ..data.text import load_text
 from ..models.language import LanguageModel
-from .collectives_check import cases, check
+from .collectives_check import cases, check, our_exchanges
 
 CONTEXT, BATCH = 64, 8
 LEAST_STEPS = 20
@@ -76,6 +75,7 @@ def _collectives(world: World, seconds: float) -> Check:
     done = left_out = 0
     group: tuple[str, int] = ("", 0)
     stop = False
+    ours = our_exchanges(world)
     for case in cases(world.size):
         if (case.kind, case.elements) != group and not stop:
             if case.elements != group[1]:
@@ -86,7 +86,7 @@ def _collectives(world: World, seconds: float) -> Check:
         if stop:
             left_out += 1
             continue
-        fault = check(case, world)
+        fault = check(case, world, ours)
         done += 1
         if fault:
             faults.append(fault)
@@ -108,19 +108,18 @@ def _rate_between_hosts(world: World, expected: float) -> float | None:
     if len(leaders) < 2:
         return None
     _progress(world, f"the rate between {len(leaders)} hosts")
-    with world.sockets.noticed():
-        group = dist.new_group(leaders, backend="gloo")
+    connections = Connections(world)
     found: float | None = None
     if world.rank in leaders:
         passes = 2 * (len(leaders) - 1) / len(leaders)
         wanted = TRANSFER_SECONDS * (expected or 1e9) / 8 / passes
         count = int(min(MOST_BYTES, max(LEAST_BYTES, wanted))) // 4
-        tensor = torch.zeros(count)
+        tensor, run = torch.zeros(count), make_sums(connections, leaders, world.rank)
         taken = []
         for _ in range(ROUNDS):
-            dist.barrier(group)
+            run(torch.zeros(len(leaders)))  # they begin together
             start = time.perf_counter()
-            segmented.all_reduce(tensor, group)
+            run(tensor)
             taken.append(time.perf_counter() - start)
         found = passes * 4 * count * 8 / statistics.median(taken[1:])
     # The step ends with the slowest.

@@ -53,29 +53,6 @@ def _gloo_all_gather(world: World) -> Run:
     return run
 
 
-def _segments(operation: str) -> Make:
-    def make(world: World) -> Run:
-        from . import segmented
-
-        group, part = world.group, _parts(world)
-        assert group is not None, "a benchmark has several ranks"
-
-        def run(tensor: torch.Tensor) -> torch.Tensor:
-            if operation == "all_reduce":
-                segmented.all_reduce(tensor, group)
-                return tensor
-            if operation == "reduce_scatter":
-                out = part(tensor)
-                segmented.reduce_scatter(out, tensor, group)
-                return out
-            segmented.all_gather(tensor, tensor.view(world.size, -1)[world.rank], group)
-            return tensor
-
-        return run
-
-    return make
-
-
 def _shared(operation: str) -> Make:
     def make(world: World) -> Run:
         from .own_routes import make_shared
@@ -115,7 +92,6 @@ def _parts(world: World) -> Run:
 
 ROUTES: dict[str, CollectiveRoute] = {
     "gloo": CollectiveRoute("gloo's own collectives", _gloo_all_reduce, _gloo_reduce_scatter, _gloo_all_gather),
-    "segments": CollectiveRoute("ours, over point-to-point sends", *map(_segments, OPERATIONS)),
     "connections": CollectiveRoute("ours, over our own connections", *map(_connections, OPERATIONS)),
     "shared": CollectiveRoute("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
     "hierarchical": CollectiveRoute("ours, shared memory inside hosts and connections across", _hierarchical),

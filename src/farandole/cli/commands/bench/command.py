@@ -87,7 +87,7 @@ def make_collectives_parser() -> Parser:
         help="bytes of the tensors (default: 64KiB,1MiB,25MiB)",
     )
     made.add_argument(
-        "--routes", default="gloo,segments", metavar="LIST", help="ways to exchange (default: gloo,segments)"
+        "--routes", default="gloo,connections", metavar="LIST", help="ways to exchange (default: gloo,connections)"
     )
     made.add_argument(
         "--operations", default="all_reduce", metavar="LIST",
