@@ -99,8 +99,6 @@ def main() -> None:
             ["compare", str(run), str(run)],
             ["export", str(run), "-o", out + ".prom", "--to", "prometheus"],
             ["export", str(run), "-o", out + ".json.gz", "--to", "chrome"],
-            ["export", str(run), "-o", out + ".horovod.json", "--to", "horovod"],
-            ["export", str(run), "-o", out + "-hta", "--to", "hta"],
             ["export", str(run), "-o", out + "-tensorboard", "--to", "tensorboard"],
         ]
         for command in commands:

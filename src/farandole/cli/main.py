@@ -57,6 +57,7 @@ _GONE = {
     "simulate --slow-link": "give the tier of the cluster file the figures of its slowest link",
     "simulate --run-dir": "record a real run: farandole run, or farandole emulate over slow links",
     "simulate --steps": "leave it out with --run-dir",
+    "export horovod": "export it --to chrome; farandole run --timeline-filename FILE writes Horovod's",
     "--ranks-per-switch": "leave it out: route = hierarchical adds up inside each host first",
 }
 """Commands and options that this version has no more, and what does their work."""
@@ -108,7 +109,9 @@ class Parser(argparse.ArgumentParser):
             place = f"{self.prog.removeprefix('farandole ')}: argument {problem.argument_name}"
             raise ConfigError(
                 f"{place}: invalid choice: {value!r}",
-                remedy=f"{close} (see: {self.prog} --help)",
+                remedy=_GONE.get(
+                    f"{self.prog.removeprefix('farandole ')} {value}", close + f" (see: {self.prog} --help)"
+                ),
             ) from None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

@@ -63,6 +63,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             "simulate: --noise is gone; leave it out: farandole plan --measure",
         ),
         (["simulate", "plan.toml", "--run-dir", "run"], "simulate: --run-dir is gone; record a real run: "),
+        (["export", "runs/a", "--to", "horovod"], "invalid choice: 'horovod'; export it --to chrome"),
         (["run", "--ranks-per-switch", "2", "--", "true"], "run: --ranks-per-switch is gone; leave it out: "),
         (["verify", "--ranks-per-switch=2", "--", "true"], "verify: --ranks-per-switch is gone; leave it out: "),
         (["--verbos"], "unknown option '--verbos'"),

@@ -25,7 +25,7 @@ from farandole.observe.report.sections.curves import rates
 from .report.full_runs import full_run
 from .runs import make_run
 
-FORMATS = ("chrome", "horovod", "tensorboard", "prometheus", "openmetrics")
+FORMATS = ("chrome", "tensorboard", "prometheus", "openmetrics")
 Damage = Callable[[Path], object]
 
 
@@ -230,15 +230,15 @@ def test_an_export_of_a_long_run_is_a_sample_or_the_whole_of_a_stretch(
 ) -> None:
     path = full_run(tmp_path / "run", ranks=2, steps=120, buckets=2, hosts=("node-a",))
     monkeypatch.setattr(sampling, "BUDGET", 1_500)
-    done = export_run(path, "horovod", tmp_path / "all.json")
+    done = export_run(path, "chrome", tmp_path / "all.json")
     assert any("of the 120 steps of rank 0 are exported" in note for note in done.notes), done.notes
-    stretch = export_run(path, "horovod", tmp_path / "some.json", steps=(41, 100))
+    stretch = export_run(path, "chrome", tmp_path / "some.json", steps=(41, 100))
     assert not any("exported" in note for note in stretch.notes)
     monkeypatch.undo()
-    export_run(path, "horovod", tmp_path / "same.json", steps=(41, 100))
+    export_run(path, "chrome", tmp_path / "same.json", steps=(41, 100))
     assert (tmp_path / "some.json").read_text() == (tmp_path / "same.json").read_text()
     with pytest.raises(ConfigError, match="the run has rows of steps 1 to 120"):
-        export_run(path, "horovod", tmp_path / "none.json", steps=(400, 500))
+        export_run(path, "chrome", tmp_path / "none.json", steps=(400, 500))
 
 
 def _repeat(path: Path, ranks: int, steps: int) -> tuple[float, float, float]:

@@ -20,7 +20,6 @@ from farandole.observe.export import FORMATS, export_run
 from farandole.observe.export.source import load
 from farandole.observe.export.spans import Span, nested
 from farandole.observe.export.tensorboard import COLOURS, breakdown
-from tests import trace_format
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, WALL_SECONDS, make_phased_run
 from tests.unit.observe.runs import make_run
@@ -115,25 +114,6 @@ def test_records_of_version_1_have_what_they_know(tmp_path: Path) -> None:
 def test_nested_cuts_what_ends_outside() -> None:
     spans = [Span("", "outer", 0.0, 2.0), Span("", "straddles", 1.0, 3.0), Span("", "later", 2.0, 4.0)]
     assert [(s.name, s.end_seconds) for s in nested(spans)] == [("outer", 2.0), ("straddles", 2.0), ("later", 4.0)]
-
-
-def test_horovod_shows_who_came_when(phased: Path) -> None:
-    files = export_run(phased, "horovod", None).files
-    assert [path.name for path in files] == ["timeline.json", "timeline.rank1.json"]
-    for rank, path in enumerate(files):
-        events = trace_format.check(path)
-        lanes = trace_format.names(events)
-        assert list(lanes) == ["allreduce.bucket 0: a, b", "allreduce.bucket 1: c", "gradients: a, b, c"]
-        own = trace_format.lane(events, "allreduce.bucket 1: c")[:7]
-        assert [e.get("name", e["ph"]) for e in own] == [
-            "NEGOTIATE_ALLREDUCE", "0", "1", "E", "ALLREDUCE", "TCP_ALLREDUCE", "E",
-        ]  # fmt: skip
-        launched = 32_000 + 20_000 * rank
-        assert [e["ts"] for e in own] == pytest.approx(
-            [launched, launched, 52_000, 52_000, 52_000, 52_000, 62_000], abs=2
-        )
-        assert events[0]["args"]["start_time_since_epoch_in_micros"] == WALL_SECONDS * 10**6
-    assert call("timeline", "merge", *map(str, files), "-o", str(phased / "all.json"))[0] == 0
 
 
 def test_tensorboard_has_a_folder_a_rank_and_the_same_bytes_each_time(phased: Path) -> None:

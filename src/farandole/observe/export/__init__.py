@@ -14,7 +14,6 @@ from pathlib import Path
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from .chrome import write_chrome
-from .horovod import write_horovod
 from .prometheus import write_openmetrics, write_prometheus
 from .source import ExportSource, load
 from .tensorboard import write_tensorboard
@@ -30,7 +29,6 @@ class Format:
 
 FORMATS = {
     "chrome": Format(write_chrome, "trace.json"),
-    "horovod": Format(write_horovod, "timeline.json"),
     "tensorboard": Format(write_tensorboard, "tensorboard"),
     "prometheus": Format(write_prometheus, "metrics.prom"),
     "openmetrics": Format(write_openmetrics, "metrics.openmetrics"),

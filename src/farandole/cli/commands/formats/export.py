@@ -11,7 +11,7 @@ from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ...main import parser
 
-FORMATS = ("chrome", "horovod", "tensorboard", "prometheus", "openmetrics")
+FORMATS = ("chrome", "tensorboard", "prometheus", "openmetrics")
 _EXAMPLES = """\
   farandole export runs/first --to chrome
   farandole export runs/first --to chrome -o first.json.gz --steps 100-120
