@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 95_545
+CODE_LINES = 95_583
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -83,7 +83,7 @@ caller. 153 for GPT-2's linear layers in few bits and with adapters, sequences i
 process has before its model; 215 for trainers of other packages that save whole models of sharded ones; 235 for
 fixes in the words of torch's wrappers, ranks at work that were called hanging, meetings, busy machines, and wrong
 lines; 164 for divided models, whose samples count once and whose exchanges are communication. 138 for memory that
-goes back under a limit and what makes a model lighter; 101 for FSDP2 scripts that are recorded unasked; 115 for
+goes back under a limit and what makes a model lighter; 139 for FSDP2 scripts that are recorded unasked; 115 for
 fixes that are taken as pasted, and waits within a group; 164 for spawned workers, ranks that do not come, secrets,
 handlers of signals and terminals; 376 went: switches, segmented collectives of `bench`, and a second timeline.
 """

@@ -82,7 +82,8 @@ def _is_on_all(model: nn.Module, size: int) -> bool:
         return dist.get_world_size(model.process_group) == size
     shards: list[Any] = [each for each in model.parameters() if hasattr(each, "device_mesh")]
     return bool(shards) and all(
-        each.device_mesh.size() == size and (each.device_mesh.ndim == 1 or each.placements[0].is_replicate())
+        each.device_mesh.size() == size
+        and (each.device_mesh.ndim == 1 or (each.device_mesh.ndim == 2 and each.placements[0].is_replicate()))
         for each in shards
     )
 
@@ -143,10 +144,10 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         is_inside = torch._C._current_graph_task_id() != -1
         if is_inside or threading.current_thread() is not threading.main_thread():
             return
-        stepped = {
-            id(each) for group in optimizer.param_groups for each in group["params"] if each.grad is not None
-        }
-        for model, meeting in [(model, meeting) for model, meeting in _waiting.items() if meeting.has_been]:
+        met = [(model, meeting) for model, meeting in _waiting.items() if meeting.has_been]
+        every = [each for group in optimizer.param_groups for each in group["params"]] if met else []
+        stepped = {id(each) for each in every if each.grad is not None}
+        for model, meeting in met:
             own = {id(parameter) for parameter in model.parameters()}
             meeting.steps_left -= 1
             is_whole = isinstance(model, DistributedDataParallel) or stepped <= own
@@ -177,7 +178,7 @@ class _Begin:
             if isinstance(model, DistributedDataParallel):
                 watch_model(model).take_buckets = watch_buckets(model)
             else:
-                watch_model(model)
+                watch_model(model).refuses_compiled_autograd = False  # a script that does not know us
                 watch_units(model, here)
 
 

@@ -93,9 +93,9 @@ class Estimate:
     """The same for what makes it lighter, by name: with states on a disk, frozen with adapters, in few bits."""
 
     def lighter_rows(self) -> dict[str, list[MemoryRow]]:
-        """Return the rows of `np` ranks at the ends of the choice, by what makes the model lighter."""
+        """Return the rows of `np` ranks at `Choice.lighter_ends`, by what makes the model lighter."""
         choice, np = self.request.choice, self.request.np
-        settings = [Setting(stage, *end, np) for end in choice.ends() for stage in choice.stages]
+        settings = [Setting(stage, *end, np) for end in choice.lighter_ends() for stage in choice.stages]
         return {
             name: [
                 MemoryRow(each, memory(each), self.process.resident_bytes, self.whole_bytes) for each in settings
@@ -168,7 +168,7 @@ class Estimate:
             f"it would fit with {remedy.text}: {format_bytes(process_bytes + remedy.total_bytes)}"
             for remedy in found
         ]
-        best = {name: smallest_of(each) for name, each in self.lighter_rows().items()}
+        best = {name: smallest_of(each) for name, each in self.lighter_rows().items() if each}
         fitting = {name: row for name, row in best.items() if row.fits(limit_bytes)}
         lines += [
             f"it would fit with {name}, at stage {row.setting.stage}, precision {row.setting.precision}, "
@@ -278,8 +278,8 @@ def _by_degrees(request: EstimateRequest) -> str:
 
 def _lighter(estimate: Estimate, table: Table) -> list[str]:
     """Return a table of totals for each end of the choice, by what makes the model lighter, and what that is."""
-    lighter, ends = estimate.lighter_rows(), estimate.request.choice.ends()
-    if not lighter:
+    lighter, ends = estimate.lighter_rows(), estimate.request.choice.lighter_ends()
+    if not lighter or not ends:
         return []
     plain = [row for row in estimate.rows([estimate.request.np]) if row.setting[1:3] in ends]
     unit, scale = _scale(max(row.total_bytes for row in plain))
@@ -297,7 +297,7 @@ def _lighter(estimate: Estimate, table: Table) -> list[str]:
         )
     said = {
         OFFLOAD: "--set offload=disk: states of the optimizer are in a file",
-        "adapters": 'all weights are frozen, with fd.low_rank_adapters(model, "*") beside its linear layers',
+        "adapters": "all weights are frozen, with fd.low_rank_adapters where linear layers can take them",
         "int8, int4": "--set frozen_codec=int8, or int4",
     }
     names = ", ".join(lighter)

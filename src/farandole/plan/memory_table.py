@@ -49,8 +49,16 @@ class Choice:
 
     def ends(self) -> list[tuple[str, str]]:
         """Return the first precision and recomputation, and the last ones."""
-        both = [(self.precisions[0], self.recompute[0]), (self.precisions[-1], self.recompute[-1])]
-        return list(dict.fromkeys(both))
+        return _ends(self.precisions, self.recompute)
+
+    def lighter_ends(self) -> list[tuple[str, str]]:
+        """Return the same of the precisions that go with states on a disk and with weights in few bits."""
+        precisions = [each for each in self.precisions if each != "bf16-weights"]
+        return _ends(precisions, self.recompute) if precisions else []
+
+
+def _ends(precisions: Sequence[str], recompute: Sequence[str]) -> list[tuple[str, str]]:
+    return list(dict.fromkeys([(precisions[0], recompute[0]), (precisions[-1], recompute[-1])]))
 
 
 def rows_of(

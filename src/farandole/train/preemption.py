@@ -100,8 +100,9 @@ def _look_for_handlers() -> None:
             if not has_world() or world().is_main:
                 write_notice(
                     f"warning: the script has set a handler of {number.name} after Farandole's: when the job is "
-                    f"preempted by {number.name}, fd.preempted() stays False and no checkpoint is saved; set it "
-                    "before the first fd.preempted() or Checkpointer.after_step, and both are called"
+                    f"preempted by {number.name}, fd.preempted() stays False and no checkpoint is saved, "
+                    "unless it calls the handler that was there; set it before the first fd.preempted() or "
+                    "Checkpointer.after_step, and both are called"
                 )
 
 
@@ -117,9 +118,10 @@ def _note(number: int, frame: FrameType | None) -> None:
     if callable(handler):
         try:
             handler(number, frame)
-        except (SystemExit, KeyboardInterrupt):
+        except BaseException as problem:
             with suppress(RuntimeError):  # the signal came while this thread wrote
                 write_notice(
-                    f"the script's handler of {signal.Signals(number).name} would end this rank, which goes on so "
-                    "that all ranks can save; end the loop where fd.preempted() is true"
+                    f"the script's handler of {signal.Signals(number).name} would end this rank by "
+                    f"{type(problem).__name__}, which goes on so that all ranks can save; end the loop where "
+                    "fd.preempted() is true"
                 )

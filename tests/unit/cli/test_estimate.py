@@ -171,10 +171,59 @@ def test_states_on_a_disk_are_two_chunks_and_the_command_has_them(
     assert "offload: --set offload=disk" in page
 
 
-def test_an_optimizer_without_states_has_none_on_a_disk(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+@pytest.mark.parametrize("optimizer", ["sgd", "nadam"])
+def test_an_optimizer_whose_states_cannot_be_on_a_disk(
+    optimizer: str, capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
     (here / "lab_of_test.py").write_text(FROZEN)
-    words = ["lab_of_test.py:make_model", "--input", "1,512", "--optimizer", "sgd"]
+    words = ["lab_of_test.py:make_model", "--input", "1,512", "--optimizer", optimizer]
     assert "offload" not in answer(capsys, *words)["lighter"]
+
+
+def test_what_makes_a_model_lighter_goes_with_its_precision(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "lab_of_test.py").write_text(FROZEN)
+    words = ["lab_of_test.py:make_model", "--input", "1,512", "--np", "2", "--ranks", "2"]
+    for rows in answer(capsys, *words)["lighter"].values():
+        assert {row["precision"] for row in rows} == {"fp32", "bf16"}, "a plan refuses bf16_parameters with them"
+    assert not any(answer(capsys, *words, "--precision", "bf16-weights")["lighter"].values())
+    assert run(["estimate", *words, "--precision", "bf16-weights", "--memory", "332MB"]) == 0
+    assert "made lighter" not in capsys.readouterr().out
+
+
+def test_a_model_that_cannot_be_made_lighter_is_still_estimated(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "lab_of_test.py").write_text("""
+import torch
+from torch import nn
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.named = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        return nn.functional.linear(self.named(input=x), self.layer.weight / self.layer.weight.norm())
+
+def make_model():
+    return Normed()
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+    def forward(self, x):
+        return nn.functional.linear(x, self.layer.weight / 2)
+
+def make_own():
+    return Own()
+""")
+    result = answer(capsys, "lab_of_test.py:make_model", "--input", "2,64", "--np", "1", "--ranks", "1")
+    assert "adapters" in result["lighter"], "an input that is given by name is one"
+    result = answer(capsys, "lab_of_test.py:make_own", "--input", "2,64", "--np", "1", "--ranks", "1")
+    assert list(result["lighter"]) == ["offload"]
+    assert any(note.startswith("adapters: not known, as ") for note in result["notes"])
 
 
 @pytest.mark.usefixtures("here")

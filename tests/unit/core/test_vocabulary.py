@@ -332,7 +332,21 @@ def test_private_files_and_crashes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "word",
-    ["--tokenizer", "--tokens=a.bin", "--tokens_per_batch=8", "--num-tokens=5", "--detokenize", "s3://b/x", "a@b"],
+    [
+        "--tokenizer",
+        "--tokens=a.bin",
+        "--tokens_per_batch=8",
+        "--num-tokens=5",
+        "--detokenize",
+        "s3://b/x",
+        "a@b",
+        "--pad_token_id",
+        "--eos_token",
+        "--num_token",
+        "--token-file",
+        "--use-auth-token",
+        "a@h:~/x",
+    ],
 )
 def test_what_is_no_secret_is_shown(word: str) -> None:
     assert hide_secrets([word, "value"]) == [word, "value"]
@@ -346,7 +360,14 @@ def test_what_is_no_secret_is_shown(word: str) -> None:
         (["--aws-secret-access-key", "k", "k"], ["--aws-secret-access-key", "***", "k"]),
         (["--accessToken", "v"], ["--accessToken", "***"]),
         (["--use-auth-token", "--lr", "1"], ["--use-auth-token", "--lr", "1"]),
-        (["https://u:pw@h/x"], ["https://u:***@h/x"]),
+        (["https://u:pw@h/x"], ["https://***@h/x"]),
+        (["https://ghp_abc@h/x?token=a&b=c"], ["https://***@h/x?token=***&b=c"]),
+        (["--env=HF_TOKEN=a"], ["--env=HF_TOKEN=***"]),
+        (["--export=ALL,WANDB_API_KEY=a"], ["--export=ALL,WANDB_API_KEY=***"]),
+        (["--set", "a=b,password=x"], ["--set", "a=b,password=***"]),
+        (['{"api_key": "a", "lr": 1}'], ['{"api_key": ***, "lr": 1}']),
+        (["-H", "Authorization: Bearer a"], ["-H", "Authorization: Bearer ***"]),
+        (['x --token="a b" z'], ["x --token=*** z"]),
         (["cd x;HF_TOKEN=a run --passwd b --lr 3"], ["cd x;HF_TOKEN=*** run --passwd *** --lr 3"]),
         (["-c", "HF_TOKEN=a python t.py"], ["-c", "HF_TOKEN=***"]),
     ],

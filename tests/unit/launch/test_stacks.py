@@ -67,6 +67,9 @@ def test_a_traceback_says_enough_and_no_rank_is_said_to_stand(tmp_path: Path) ->
     path.write_text(Position(0, 4, "pause", "train.py:11", "the phase 'evaluation'").to_json())
     said = timed_out.to_text(tmp_path)
     assert "rank 0 was in the phase 'evaluation' at train.py:11, and the others wait for timeout_seconds" in said
+    killed = replace(failure, traceback="", stacks={}).to_text(tmp_path)
+    assert "evaluation" not in killed, "a rank that was killed waited for none"
+    assert "the stacks of all threads" not in killed
 
 
 def test_stacks_of_ranks_that_have_done_steps_since_are_left_out(tmp_path: Path) -> None:

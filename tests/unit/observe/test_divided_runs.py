@@ -195,6 +195,14 @@ def test_fewer_tensor_ranks_are_told_where_they_save_more_than_the_gradients_cos
         assert fix.gain.seconds == pytest.approx(saved, rel=0.01)
 
 
+def test_ranks_of_experts_keep_their_tokens_where_there_are_fewer(tmp_path: Path) -> None:
+    run = Training("expert", {"expert": 4, "expert_codec": "int8"}, ranks=4, wire=0.06)
+    (fewer,) = found_in(tmp_path, run).findings[0].fixes
+    assert fewer.changes["expert"] == 2
+    assert fewer.gain is not None
+    assert fewer.gain.seconds == pytest.approx(0.06 * (1 - (1 / 2) / (3 / 4)), rel=0.01)
+
+
 def test_stepped_parameters_between_hosts_travel_in_fewer_bits_where_forward_hides_little(tmp_path: Path) -> None:
     run = Training("shard", {"zero": 2}, wire=0.06, hosts=2)
     packed, behind = found_in(tmp_path, run).findings[0].fixes

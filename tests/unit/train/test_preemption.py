@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,12 +38,17 @@ def test_nobody_listens_before_the_first_question() -> None:
     assert signal.getsignal(signal.SIGTERM) is not before
 
 
+def fails() -> None:
+    raise ValueError("in the handler")
+
+
+@pytest.mark.parametrize("end", [lambda: sys.exit(4), fails], ids=["SystemExit", "ValueError"])
 def test_a_handler_that_the_script_had_is_called_too_and_does_not_end_the_rank(
-    capsys: pytest.CaptureFixture[str],
+    end: Callable[[], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     came: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, _: came.append(number))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+    signal.signal(signal.SIGTERM, lambda *_: end())
     assert not preemption.preempted()
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)

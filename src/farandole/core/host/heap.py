@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 from ..environ.env import allocator_is_tuned
-from .process_status import memory_limit
+from .process_status import is_short_of_memory
 
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
@@ -28,10 +28,10 @@ _glibc: Any = ctypes.CDLL(None)
 def keep_freed_memory() -> bool:
     """Let glibc keep freed memory, for fewer page faults in each step; return whether it does.
 
-    It gives it back where a limit (RLIMIT_DATA, RLIMIT_AS) is set. Left alone where there is no glibc, and where
-    the user has tuned the allocator by its variables.
+    It gives it back where a limit (RLIMIT_DATA, RLIMIT_AS) is below the machine's memory. Left alone where there
+    is no glibc, and where the user has tuned the allocator by its variables.
     """
-    if memory_limit():
+    if is_short_of_memory():
         give_back_freed_memory()
         return False
     return _set(_KEPT)

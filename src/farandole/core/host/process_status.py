@@ -111,10 +111,20 @@ def raise_descriptor_limit() -> None:
 
 def memory_limit() -> str:
     """Return the least limit of this process's own memory, such as ``1.3 GB (RLIMIT_DATA)``; "" for none."""
-    found = {name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_DATA", "RLIMIT_AS")}
-    limits = {name: limit for name, limit in found.items() if limit != resource.RLIM_INFINITY}
+    limits = _limits()
     name = min(limits, key=lambda each: limits[each], default="")
     return f"{format_bytes(limits[name])} ({name})" if name else ""
+
+
+def is_short_of_memory() -> bool:
+    """Return whether this process may have less memory than the machine has."""
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return any(limit < machine_bytes for limit in _limits().values())
+
+
+def _limits() -> dict[str, int]:
+    found = {name: resource.getrlimit(getattr(resource, name))[0] for name in ("RLIMIT_DATA", "RLIMIT_AS")}
+    return {name: limit for name, limit in found.items() if limit != resource.RLIM_INFINITY}
 
 
 def data_bytes() -> int | None:

@@ -65,14 +65,21 @@ _LOOKS = 4
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT})
 """What says that there is no room, and that more may come: no reason to end a training."""
 
-_SECRET = (
-    r"[\w.@:+-]*(?:token(?!i[sz]|s\b|s_)|secret|passw(?:or)?d|passphrase|(?:api|access|private)[-_.]?key|credential)"
-    r"[\w.-]*"
+_NO_TOKEN = "".join(
+    f"(?<!{name}[-_])" for name in ("bos", "cls", "eos", "pad", "sep", "unk", "max", "min", "num", "per", "mask")
 )
-"""Names of secrets; tokenizers, and counts of tokens, are none."""
-_SECRET_NAME = re.compile(f"-{_SECRET}", re.I)
-_SECRET_VALUE = re.compile(rf"^({_SECRET}=).*|([\s;&'\"]{_SECRET}=|\s-{_SECRET}\s+)[^\s-]\S*", re.I | re.S)
-_SECRET_IN_ADDRESS = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
+_SECRET = (
+    rf"[\w.@:+-]*(?:{_NO_TOKEN}token(?!i[sz]|s\b|s_|[-_]?(?:id|count|type|file|len|limit))|secret|passw(?:or)?d"
+    r"|passphrase|(?:api|access|private|wandb)[-_.]?key|credential)[\w.-]*"
+)
+"""Names of secrets; tokenizers, counts of tokens and special ones are none."""
+_SECRET_NAME = re.compile(f"-(?!-?(?:use|no)[-_]){_SECRET}", re.I)
+_SECRET_VALUE = re.compile(
+    rf"""^({_SECRET}=).*|([\s;&'"?,={{]{_SECRET}["']?\s*[=:]\s*|\s-{_SECRET}\s+|authorization:\s*(?:\w+\s+)?)"""
+    r"""("[^"]*"|'[^']*'|[^\s,;&"'}-][^\s,;&"'}]*)""",
+    re.I | re.S,
+)
+_SECRET_IN_ADDRESS = re.compile(r"(://)[^/\s@]+@")
 
 
 def hide_secrets(words: Sequence[str]) -> list[str]:

@@ -108,12 +108,12 @@ class Failure:
         from ...core.failures.positions import describe, read_positions  # only of a job that stood still
 
         pauses = [each for each in read_positions(directory) if each.kind == "pause"]
-        if pauses:
+        if pauses and self.traceback:  # who waited in vain said so: a rank that was killed waited for none
             lines.append(f"farandole: {describe(pauses, past=True)}, and {_LONGER_WAIT}")
         for ranks, frames in where_they_stood(self.stacks):
             lines.append(f"farandole: {name_ranks(ranks)} stood at")
             lines += [f"  {frame}" for frame in frames[:_MOST_FRAMES]]
-        if lines:
+        if self.stacks:
             lines.append(f"farandole: the stacks of all threads are in {directory / STACKS}")
         return lines
 

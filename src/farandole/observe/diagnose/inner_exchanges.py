@@ -79,7 +79,8 @@ def _fewer(table: StepTable, degree: str, seconds: float) -> list[Fix]:
         return []
     ranks = getattr(degrees, degree)
     half = ranks // 2
-    left = ring_bytes(0.5, max(1, half)) / ring_bytes(1.0, max(2, ranks))
+    kept = 1.0 if degree in OTHER_SAMPLES else 0.5  # those keep their samples, and so their tokens
+    left = ring_bytes(kept, max(1, half)) / ring_bytes(1.0, max(2, ranks))
     more = 0.0 if degree == "context" else _more_gradients(table, 2 * degrees.size_over(OTHER_SAMPLES))
     saved = seconds * (1 - left) - more / 2
     if ranks % 2 or saved < LEAST_SHARE * table.step_seconds:
@@ -92,7 +93,7 @@ def _fewer(table: StepTable, degree: str, seconds: float) -> list[Fix]:
         changes |= {"data": REST} if plan.get("data", REST) != REST else {}
     gain = Gain(
         saved,
-        f"for the same samples: half of them for a model and a ring of {half}: {left:.0%} of the bytes; less "
+        f"for the same samples: {kept:.0%} of the bytes of a step in groups of {half}: {left:.0%} are left; less "
         f"{format_seconds(more)} for more gradients every second time",
     )
     what = f"{degree} = {half}, and twice as many models, if one still fits (farandole estimate; zero = 3 helps)"

@@ -97,7 +97,7 @@ def _add(layer: Any, rank: int, scale: float) -> list[nn.Parameter]:
     nn.init.kaiming_uniform_(down, a=math.sqrt(5))
     layer.register_parameter(DOWN, down)
     layer.register_parameter(UP, up)
-    layer.register_forward_hook(_Adapt(scale))
+    layer.register_forward_hook(_Adapt(scale), with_kwargs=True)
     return [down, up]
 
 
@@ -107,8 +107,11 @@ class _Adapt:
     def __init__(self, scale: float) -> None:
         self._scale = scale
 
-    def __call__(self, layer: nn.Module, arguments: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
-        inner = functional.linear(arguments[0], layer.get_parameter(DOWN))
+    def __call__(
+        self, layer: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor
+    ) -> torch.Tensor:
+        (x,) = (*arguments, *named.values())
+        inner = functional.linear(x, layer.get_parameter(DOWN))
         return output + functional.linear(inner, layer.get_parameter(UP)) * self._scale
 
 

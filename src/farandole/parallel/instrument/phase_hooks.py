@@ -143,6 +143,7 @@ class ModelWatch:
     def __init__(self, exchanges: bool) -> None:
         self.reducer: weakref.ref[PassListener] | None = None
         self._exchanges = exchanges
+        self.refuses_compiled_autograd = not exchanges
         self._depth = 0
         self._forward_seconds = 0.0
         self._forward_end_seconds = 0.0
@@ -199,7 +200,7 @@ class ModelWatch:
 
     def _refuse_compiled_autograd(self) -> None:
         """No exchange can begin in its graphs, and FSDP2's gradients are wrong (torch 2.13)."""
-        if has_world() and world().size > 1 and not self._exchanges:
+        if has_world() and world().size > 1 and self.refuses_compiled_autograd:
             raise ConfigError(
                 "compiled autograd runs the backward pass, where gradients cannot be exchanged",
                 remedy="leave torch._dynamo.config.compiled_autograd off; a compiled function may call backward()",

@@ -13,9 +13,11 @@ import torch
 
 from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError
+from ...parallel.optim.disk_states import KINDS
 from ...plan.answer.by_degrees import DividedModel
 from ...plan.memory import memory_of
 from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
+from ..memory.optimizers import OPTIMIZERS
 from ..memory.probe import Question, probe
 from ..memory.shapes import read_shape, zeros_of
 from ..memory.trial import be_like_a_rank
@@ -33,7 +35,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         loss=load_function(request.loss, what="--loss") if request.loss else None,
         optimizer=request.optimizer,
         device=request.device,
-        lighter=[] if request.degrees else request.choice.ends(),
+        lighter=[] if request.degrees else request.choice.lighter_ends(),
     )
     process = process_before_model() if request.device == "cpu" else UNKNOWN_PROCESS
     with _ids_are_whole(request.inputs):
@@ -42,7 +44,8 @@ def estimate(request: EstimateRequest) -> Estimate:
         answer = probe(question)
     memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
     has_states = all(each.state_bytes_per_element for each in answer.facts.optimizer.values())
-    on_disk = {OFFLOAD: partial(memory, on_disk=True)} if has_states and request.device == "cpu" else {}
+    goes_to_disk = has_states and OPTIMIZERS[request.optimizer].kind in KINDS and request.device == "cpu"
+    on_disk = {OFFLOAD: partial(memory, on_disk=True)} if goes_to_disk else {}
     lighter = on_disk | {
         name: partial(memory_of, facts, ranks_per_host=request.choice.ranks_per_host)
         for name, facts in answer.facts.lighter.items()

@@ -196,8 +196,13 @@ def _probe_lighter(
                 continue
             facts = lighter.setdefault(", ".join(names), _Lighter({}, {}))
             facts.weights[setting[0]] = weight_facts(model)
-            if question.make_batch is not None:
+            if question.make_batch is None:
+                continue
+            try:
                 _run_passes(question, setting, model, answer, facts.activations)
+            except ConfigError as problem:
+                del lighter[", ".join(names)]
+                _note(answer, f"{', '.join(names)}: not known, as {problem.message}")
 
 
 def _note(answer: Answer, text: str) -> None:

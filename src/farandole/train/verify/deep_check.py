@@ -342,7 +342,8 @@ def _incomparable(model: nn.Module) -> str:
     if plan is not None and plan.codec == AUTO and plan.lossy:
         lossy["codec"] = AUTO
     # Rounded parameters are those of the model at stages 1 and 2, and of the process that is compared with.
-    for name in [name for name in lossy if name != "weight_codec"]:
+    lossy.pop("weight_codec", None)
+    for name in lossy:
         return f"{name.replace('_', ' ')} {lossy[name]} sends approximations; verify with --set {name}=none"
     if any(parameter.is_complex() for parameter in model.parameters()):
         return "the model has complex parameters"

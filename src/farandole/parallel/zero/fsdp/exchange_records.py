@@ -86,13 +86,17 @@ def watch_stock(model: nn.Module, here: World) -> None:
 
     Units that gather and reduce by objects of the script's own keep these, and their exchanges are not seen.
     """
-    records = ExchangeRecords(here, Plan(zero=MOST_ZERO))
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = module._get_fsdp_state()
-            for group in state._fsdp_param_groups:
-                if type(group._all_gather_comm) is DefaultAllGather and group._all_reduce_hook is None:
-                    records.watch(group, partial(_name_of, group))
+    units: list[Any] = [each for each in model.modules() if isinstance(each, FSDPModule)]
+    groups = [
+        group
+        for unit in units
+        for group in unit._get_fsdp_state()._fsdp_param_groups
+        if type(group._all_gather_comm) is DefaultAllGather and group._all_reduce_hook is None
+    ]
+    within: Any = "host" if any(each._is_hsdp for each in groups) else "world"
+    records = ExchangeRecords(here, Plan(zero=MOST_ZERO, shard_within=within))
+    for group in groups:
+        records.watch(group, partial(_name_of, group))
 
 
 def _name_of(group: Any) -> str:
