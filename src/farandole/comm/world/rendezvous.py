@@ -94,7 +94,7 @@ def tell_late(rank: int, size: int, absent: Sequence[int], timeout_seconds: floa
     has = "has" if len(absent) == 1 else "have"
     write_notice(
         f"rank {rank} of {size}: {name_ranks(absent)} {has} not come after {LATE_SECONDS:g} s, and it waits up to "
-        f"{timeout_seconds:g} s; if nothing starts them, {how_to_start_all()}"
+        f"{timeout_seconds:g} s; if they are not on their way: {how_to_start_all()}"
     )
 
 
