@@ -91,12 +91,12 @@ class Parser(argparse.ArgumentParser):
         unknown, command = words[0] if words else "", self.prog.removeprefix("farandole ")
         option = unknown.partition("=")[0]
         if gone := _GONE.get(f"{command} {option}", _GONE.get(option, "")):
-            message, remedy = f"{unknown.partition('=')[0]} is gone", gone
+            message, remedy = f"{option} is gone", gone
         elif unknown.startswith("-"):
             message = f"unknown option {unknown}"
             known = [name for name in self._option_string_actions if len(name) > 2]
-            remedy = f"{did_you_mean(unknown.partition('=')[0], known)} (see: {self.prog} --help)"
-            if unknown.partition("=")[0] in ("--set", "--plan"):
+            remedy = f"{did_you_mean(option, known)} (see: {self.prog} --help)"
+            if option in ("--set", "--plan"):
                 remedy = f"commands that take a plan: {', '.join(WITH_A_PLAN)}"
         raise ConfigError(f"{command}: {message}", remedy=remedy)
 
@@ -106,12 +106,10 @@ class Parser(argparse.ArgumentParser):
             super()._check_value(action, value)
         except argparse.ArgumentError as problem:
             close = did_you_mean(str(value), map(str, action.choices or ()))
-            place = f"{self.prog.removeprefix('farandole ')}: argument {problem.argument_name}"
+            command = self.prog.removeprefix("farandole ")
             raise ConfigError(
-                f"{place}: invalid choice: {value!r}",
-                remedy=_GONE.get(
-                    f"{self.prog.removeprefix('farandole ')} {value}", close + f" (see: {self.prog} --help)"
-                ),
+                f"{command}: argument {problem.argument_name}: invalid choice: {value!r}",
+                remedy=_GONE.get(f"{command} {value}", f"{close} (see: {self.prog} --help)"),
             ) from None
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:

@@ -61,12 +61,8 @@ def low_rank_adapters(
         name: each for name, each in layers.items() if any(fnmatchcase(name, pattern) for pattern in patterns)
     }
     for name, layer in chosen.items():
-        if hasattr(layer, DOWN):
-            raise _wrong(f"{name!r} has adapters already")
-        if isinstance(layer, NonDynamicallyQuantizableLinear):
-            raise _wrong(f"the forward of {name!r} is never called, so adapters would do nothing")
-        if rank > min(features_of(layer)):
-            raise _wrong(f"rank = {rank} is above the features of {name!r}, a {layer}")
+        if problem := _why_not(name, layer, rank):
+            raise _wrong(problem)
     made = []
     for layer in chosen.values():
         made += _add(layer, rank, alpha / rank)
@@ -75,14 +71,17 @@ def low_rank_adapters(
 
 def adaptable(model: nn.Module, rank: int) -> list[str]:
     """Return the names of the linear layers that can take adapters of this rank."""
-    return [
-        name
-        for name, each in model.named_modules()
-        if _is_linear(each)
-        and not hasattr(each, DOWN)
-        and not isinstance(each, NonDynamicallyQuantizableLinear)
-        and rank <= min(features_of(each))
-    ]
+    layers = {name: each for name, each in model.named_modules() if _is_linear(each)}
+    return [name for name, layer in layers.items() if not _why_not(name, layer, rank)]
+
+
+def _why_not(name: str, layer: nn.Module, rank: int) -> str:
+    """Say why a linear layer cannot take adapters; "" if it can."""
+    if hasattr(layer, DOWN):
+        return f"{name!r} has adapters already"
+    if isinstance(layer, NonDynamicallyQuantizableLinear):
+        return f"the forward of {name!r} is never called, so adapters would do nothing"
+    return f"rank = {rank} is above the features of {name!r}, a {layer}" if rank > min(features_of(layer)) else ""
 
 
 def _is_linear(layer: nn.Module) -> bool:
