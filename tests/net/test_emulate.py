@@ -474,9 +474,9 @@ def test_a_kernel_that_refuses_is_an_error_of_one_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ("--hosts two", "argument --hosts: invalid int value: 'two'"),
+        ("--hosts two", "argument --hosts: expected a whole number, got 'two'"),
         ("--hosts 0", "--hosts 0: expected 1 to 200"),
-        ("--slots 0.5", "argument --slots: invalid int value: '0.5'"),
+        ("--slots 0.5", "argument --slots: expected a whole number, got '0.5'"),
         ("--slots 65", "--slots 65: expected 1 to 64"),
         ("--rate fast", "--rate 'fast' is not a rate such as 200mbit or 1gbit"),
         ("--rate 1bit", "--rate '1bit' is not a rate between 8kbit and 400gbit"),

@@ -168,7 +168,7 @@ TRUTHS = {
     "all loaders are slow": Truth(("data", "data"), "input", (), "input", "data", 24),
     "all loaders refill now and then": Truth(("refill", "refill"), "input", (), "input", "data"),
     "ranks take turns": Truth(("turns", "turns"), "jitter", (), "straggler", "", 24),
-    "cold start": Truth(("start", "start"), "warm-up", (), "pauses", "", 54),
+    "cold start": Truth(("start", "start"), "warm-up", (), "compute", "", 54),
 }
 
 

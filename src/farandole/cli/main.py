@@ -87,6 +87,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and leaving."""
         remedy = f"see: {self.prog} --help"
+        for said, meant in (("invalid int value:", "a whole number"), ("invalid float value:", "a number")):
+            message = message.replace(said, f"expected {meant}, got")
         words = message.removeprefix("unrecognized arguments: ").split() if "unrecognized" in message else []
         unknown, command = words[0] if words else "", self.prog.removeprefix("farandole ")
         option = unknown.partition("=")[0]

@@ -163,7 +163,16 @@ def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[st
             "bucket_bytes: expected a whole number of bytes, such as 4MiB, got '4XB'",
         ),
         ("run --dry-run --set timeout_seconds=-1 -- train.py", "expected seconds from 0, such as 600"),
-        ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value"),
+        ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value; such as --set zero=1"),
+        ("run --dry-run --set zero=4 -- train.py", "zero = 4, expected 0 to 3; 3 shards most"),
+        ("run --dry-run -np 2 --set balance=2,1,1 -- train.py", "3 shares, and 2 ranks train on different samples"),
+        ("run -np two -- train.py", "expected a whole number, got 'two'"),
+        ("run -np 2 --run-dir train.py -- train.py", "is not a directory; name a new one, such as runs/first"),
+        ("verify -np 2", "for example: farandole verify -np 2"),
+        ("explain train.py", "(at line 1, column 8); farandole plan ... --out FILE writes one"),
+        ("plan train.py:m --cluster train.py --gpus 2", "farandole measure --out cluster.toml writes one"),
+        ("plan train.py:m --cluster dgx-a100 --gpus 0", "--gpus 0: expected at least 1"),
+        ("estimate train.py:m --memory lots", "--memory 'lots' is not a number of bytes such as 25MiB"),
         ("estimate missing.py:m", "no file 'missing.py'; name a file that is there: train.py:make_model"),
         ("estimate train.py:nix", "train.py has no 'nix'; known: none"),
         ("diagnose missing", "missing is not a run directory; name a directory below runs/"),
@@ -178,7 +187,7 @@ def test_a_wrong_input_names_value_expectation_and_remedy(
     line: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("train.py").write_text("")
+    Path("train.py").write_text("import os\n")
     assert run(line.split()) == 2
     said = capsys.readouterr().err
     assert says in said

@@ -50,7 +50,7 @@ from tests.unit.cli.test_cli import call
         ),
         (["collectives", "--slots", "0"], "--slots 0: expected 1 to 64"),
         (["collectives", "--rounds", "-1"], "--rounds -1: expected 1 to 10000"),
-        (["collectives", "--rounds", "many"], "invalid int value: 'many'"),
+        (["collectives", "--rounds", "many"], "expected a whole number, got 'many'"),
         (["codecs", "--codecs", "int9"], "--codecs = 'int9': unknown codec 'int9'; did you mean 'int8'?"),
         (["codecs", "--codecs", "topk:density=2"], "expected a share above 0 and at most 1"),
         (["codecs", "--codecs", "auto"], "--codecs auto: it chooses among codecs"),

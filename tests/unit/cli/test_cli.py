@@ -79,7 +79,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["run"], "no command was given; for example: farandole run -np 2 -- python train.py"),
         (["run", "-np", "0", "--", "python", "train.py"], "-np 0: expected at least 1"),
         (["run", "-np", "-3", "--", "python", "train.py"], "-np -3: expected at least 1"),
-        (["run", "-np", "two", "--", "python", "train.py"], "invalid int value: 'two'"),
+        (["run", "-np", "two", "--", "python", "train.py"], "expected a whole number, got 'two'"),
         (["run", "-np", "99999", "train.py"], "expected at most 4096"),
         (["run", "--base-line", "x", "--", "python", "train.py"], "did you mean '--baseline'?"),
         (["run", "--", "python", "trian.py"], "script trian.py does not exist; did you mean 'train.py'?"),

@@ -217,7 +217,7 @@ def test_refusals(words: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> 
         ("--gloo --mpi", "not allowed with argument"),
         ("-H a:1 --hostfile f", "not allowed with argument"),
         ("--log-level LOUD", "invalid choice"),
-        ("--fusion-threshold-mb many", "invalid int value"),
+        ("--fusion-threshold-mb many", "expected a whole number"),
         ("--heirarchical-allreduce", "unknown option --heirarchical-allreduce"),
     ],
 )

@@ -57,7 +57,7 @@ def test_two_files_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["--preset", "cpu", "-np", "2", "--seconds", "4"], "--seconds has no effect with --preset"),
         (["--preset", "cpu", "-np", "2", "--include", "a"], "--include has no effect with --preset"),
         (["--compare", "a", "b", "--out", "x"], "--out has no effect with --compare"),
-        (["--compare", "a", "b"], "a: no such file"),
+        (["--compare", "a", "b"], "there is no file a"),
         (["--seconds", "nan"], "--seconds nan: expected 1.5 to 3600"),
         (["--seconds", "1.4"], "--seconds 1.4: expected 1.5 to 3600"),
         (["--out", "/nowhere/x.toml"], "--out: cannot write /nowhere/x.toml"),

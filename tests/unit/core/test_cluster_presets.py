@@ -105,5 +105,5 @@ def test_more_and_fewer_of_the_same_machines(tmp_path: Path) -> None:
     assert find_cluster("dgx-a100", 32) == preset_cluster("dgx-a100", 32)
     with pytest.raises(ConfigError, match="has no number of ranks"):
         find_cluster("dgx-a100")
-    with pytest.raises(ConfigError, match="no such file"):
+    with pytest.raises(ConfigError, match="there is no file"):
         find_cluster("missing.toml", 8)

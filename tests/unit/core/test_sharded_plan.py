@@ -33,7 +33,7 @@ def test_plans_that_fit(keys: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"zero": 4}, "zero = 4, expected a stage from 0 to 3"),
+        ({"zero": 4}, "zero = 4, expected 0 to 3; 3 shards most"),
         ({"shard_within": "host"}, 'shard_within = "host" is for zero = 3'),
         ({"weight_codec": "int8"}, 'weight_codec = "int8" is for zero = 1 to 3'),
         ({"overlap_gather": True}, "overlap_gather = true is for zero = 1 and 2, but zero = 0"),

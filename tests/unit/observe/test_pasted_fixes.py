@@ -26,7 +26,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 import farandole
 from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.degrees import degrees_of
-from farandole.core.vocabulary.events import DDP, FRONT_ENDS, FSDP1, FSDP2, SETUP_ELEMENTS, SETUP_ROWS_IN_STEP
+from farandole.core.vocabulary.events import (
+    DDP,
+    FRONT_ENDS,
+    FSDP1,
+    FSDP2,
+    SETUP_ELEMENTS,
+    SETUP_PLAN,
+    SETUP_ROWS_IN_STEP,
+)
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose
 from farandole.observe.diagnose.facts.finding import KINDS
 from farandole.observe.diagnose.facts.step_table import StepTable
@@ -77,6 +85,16 @@ MACHINES: Mapping[str, Machine] = {
     "zero 2, slow": replace(SLOW, plan={"zero": 2, "data": 2, "tensor": 2}),
     "zero 3, slow": replace(
         SLOW, plan={"zero": 3}, setup={"zero": 3, "codec": "none", "weight_codec": "none", "shard_within": "world"}
+    ),
+    "zero 3 in the script, slow": replace(
+        SLOW,
+        setup={
+            "zero": 3,
+            "codec": "none",
+            "weight_codec": "none",
+            "shard_within": "world",
+            SETUP_PLAN: json.dumps({"zero": 3, "recompute": "blocks"}),
+        },
     ),
     "int8, slow": replace(SLOW, plan={"codec": "int8"}),
     "bbr": replace(SLOW, congestion_control="bbr", stall=every(10, 0.4), bytes_per_second=400e6),
@@ -161,6 +179,18 @@ def test_it_is_taken_in_the_words_of_each_loop(of: str, found: Sequence[tuple[st
         for fix in in_words_of(finding, cast(StepTable, table)).fixes
         if fix.paste
     )
+
+
+def test_a_script_with_its_own_plan_gets_its_keys_with_the_new_ones(found: Sequence[tuple[str, Finding]]) -> None:
+    pastes = [
+        fix.paste
+        for name, finding in found
+        for fix in finding.fixes
+        if name == "zero 3 in the script, slow" and fix.changes
+    ]
+    line = "model, optimizer = fd.distribute(model, optimizer, fd.Plan({}, recompute='blocks'{}))"
+    assert {line.format("zero=3", ", weight_codec='int8'"), line.format("zero=2", "")} <= set(pastes), pastes
+    assert not any("--set" in paste for paste in pastes)
 
 
 def test_what_nobody_takes_fails() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.units import format_bytes, parse_bytes
+from ...core.vocabulary.units import format_bytes, parse_bytes, read_option
 from ..main import Parser, parser
 
 _EXAMPLES = """\
@@ -127,7 +127,7 @@ def _export(options: argparse.Namespace) -> int:
     from ...checkpoint.export import export_weights
     from ...checkpoint.listing import choose_step
 
-    most = parse_bytes(options.max_shard_size)
+    most = read_option("--max-shard-size", options.max_shard_size, parse_bytes)
     if most < 1:
         raise ConfigError(f"--max-shard-size {options.max_shard_size!r}: expected a size such as 5GB")
     step = choose_step(options.directory, options.step)

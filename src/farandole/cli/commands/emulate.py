@@ -6,11 +6,17 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.units import format_bytes, format_seconds, parse_bits_per_second, parse_seconds
+from ...core.vocabulary.units import (
+    format_bytes,
+    format_seconds,
+    parse_bits_per_second,
+    parse_seconds,
+    read_option,
+)
 from ..main import COMMANDS, parser
 from ..options.emulation_options import add_congestion_control
 from ..options.job_options import add_backend_option, add_plan_options, add_record_option, plan_words
@@ -74,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     between = _parse_pairs(options.rate_between)
     check_shape(options.hosts, options.slots, between)
-    rate = None if options.rate is None else _read("--rate", options.rate, parse_bits_per_second)
-    latency = 0.0 if options.latency is None else _read("--latency", options.latency, _parse_latency)
+    rate = None if options.rate is None else read_option("--rate", options.rate, parse_bits_per_second)
+    latency = 0.0 if options.latency is None else read_option("--latency", options.latency, _parse_latency)
     changes = parse_script(options.script, options.hosts)
     command = _command(
         options.command, plan_words(options), options.backend, options.run_dir, record=options.record,
@@ -162,14 +168,6 @@ def _command(
     return [*ourselves, "run", *of_job, *of_run, "--", *command]
 
 
-def _read(option: str, text: str, parse: Callable[[str], float]) -> float:
-    """Return what `parse` makes of an option's value; an error names the option."""
-    try:
-        return parse(text)
-    except ConfigError as problem:
-        raise ConfigError(f"{option} {problem.message}", remedy=problem.remedy) from None
-
-
 def _parse_latency(text: str) -> float:
     seconds = parse_seconds(text)
     if seconds > _MOST_LATENCY_SECONDS:
@@ -193,4 +191,4 @@ def _parse_pair(text: str) -> tuple[tuple[int, int], float]:
     if not equals or len(numbers) != 2 or not all(number.strip().isdecimal() for number in numbers):
         raise ConfigError(f"--rate-between {text!r}: expected two hosts and a rate, e.g. 0,1=50mbit")
     first, second = sorted(int(number) for number in numbers)
-    return (first, second), _read(f"--rate-between {text!r}:", rate, parse_bits_per_second)
+    return (first, second), read_option(f"--rate-between {text!r}:", rate, parse_bits_per_second)

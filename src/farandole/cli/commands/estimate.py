@@ -10,7 +10,7 @@ from math import prod
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.suggestions import did_you_mean
-from ...core.vocabulary.units import parse_bytes
+from ...core.vocabulary.units import parse_bytes, read_option
 from ...plan.memory import PRECISIONS, RECOMPUTE, STAGES
 from ...plan.memory_advice import MOST_RANKS, rank_counts_of
 from ...plan.memory_page import EstimateRequest, MicroBatchRequest, format_page
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str]) -> int:
             f"{' '.join(f'--{name} {size}' for name, size in degrees.items())}: more than {MOST_RANKS} ranks",
             remedy="give smaller degrees",
         )
-    limit_bytes = parse_bytes(options.memory) if options.memory else None
+    limit_bytes = read_option("--memory", options.memory, parse_bytes) if options.memory else None
     if limit_bytes == 0:
         raise ConfigError("--memory 0: expected more than 0 bytes")
     if options.batch and options.input:

@@ -12,7 +12,7 @@ from ...core.vocabulary.config import parse_settings
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.units import parse_bytes
+from ...core.vocabulary.units import parse_bytes, read_option
 from ...plan.answer.files import to_json, why_path
 from ...plan.answer.text import to_text
 from ...plan.pipeline_page import pipeline_page
@@ -106,6 +106,8 @@ def _search(options: argparse.Namespace) -> int:
         "--cluster": (options.cluster, "name a file of farandole measure, or a preset: --cluster dgx-a100"),
         "--gpus": (options.gpus, "say how many ranks there are: --gpus 8"),
     }
+    if options.gpus is not None and options.gpus < 1:
+        raise ConfigError(f"--gpus {options.gpus}: expected at least 1")
     missing = [name for name, (value, _) in wanted.items() if value is None]
     if len(missing) == 1:
         raise ConfigError(f"plan: {missing[0]} is missing", remedy=wanted[missing[0]][1])
@@ -120,7 +122,7 @@ def _search(options: argparse.Namespace) -> int:
         "optimizer": options.optimizer,
         "fix": parse_fixed(options.fix or []),
         "allow_lossy": options.allow_lossy,
-        "memory_bytes": None if options.memory is None else parse_bytes(options.memory),
+        "memory_bytes": None if options.memory is None else read_option("--memory", options.memory, parse_bytes),
         "precisions": None if options.precision is None else tuple(options.precision.split(",")),
         "trials": options.trials,
         "hosts": options.hosts,

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     options = make_parser().parse_args(arguments)
     if options.steps < 1:
         raise ConfigError(f"--steps {options.steps}: expected at least 1")
-    request = read_request(options)
+    request = read_request(options, starter="verify")
     environment = dict(request.environment)
     if options.as_horovod:
         from ...horovod.as_horovod import horovod_environment

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
-from ...core.vocabulary.degrees import degrees_of
+from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
 from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
 from ...launch.start.request import JobRequest
@@ -77,7 +77,8 @@ def read_request(
     command = read_command(options.command, starter=starter)
     plan = read_plan(options.plan, options.settings, settings.plan)
     if plan is not None and options.size is not None:
-        degrees_of(plan, options.size)  # refused before ranks start
+        degrees = degrees_of(plan, options.size)  # refused before ranks start
+        refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
     return JobRequest(
         command, plan, options.size,
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,

@@ -31,11 +31,9 @@ def read_cluster(path: str | Path) -> Cluster:
     are numbered from 0.
     """
     where = str(path)
-    if not Path(path).exists():
-        raise ConfigError(
-            f"{where}: no such file", remedy=f"measure a cluster with: farandole measure --out {where}"
-        )
-    values = read_mapping(Path(path))
+    values = read_mapping(
+        Path(path), remedy="farandole measure --out cluster.toml writes one of the machines here"
+    )
     check_version(values.get("version"), FieldPath(where))
     cluster = decode(Cluster, values, FieldPath(where))
     check_cluster(cluster, where)

@@ -54,7 +54,7 @@ PLAN_TABLES: Final = {
 def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError, remedy: str = "") -> dict[str, Any]:
     """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not.
 
-    `remedy`: what to do where there is no such file.
+    `remedy`: what to do where there is no such file, or another one.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -66,7 +66,7 @@ def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError, remedy: 
         value = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as problem:
         kind = "JSON" if path.suffix == ".json" else "TOML"
-        raise error(f"{path} is not {kind}: {problem}") from None
+        raise error(f"{path} is not {kind}: {problem}", remedy=remedy) from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a {type(value).__name__}, expected a table of keys")
     return value
@@ -131,7 +131,7 @@ def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = Config
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise error(f"--set {setting!r}: expected key=value")
+            raise error(f"--set {setting!r}: expected key=value", remedy="such as --set zero=1 (docs/plan.md)")
         values[key.strip()] = value.strip()
     return values
 

@@ -243,6 +243,17 @@ def degrees_of(plan: HasDegrees, size: int) -> Degrees:
     return Degrees(**sizes)
 
 
+def refuse_shares(balance: str, sample_size: int) -> None:
+    """Raise `PlanError` for a `balance` that lists shares, but not one of each of `sample_size` data ranks."""
+    shares = shares_of(balance)
+    if shares and len(shares) != sample_size:
+        raise PlanError(
+            f'plan: balance = "{balance}" has {len(shares)} shares, and {sample_size} ranks train on different '
+            "samples",
+            remedy="give a share for each rank, in the order of ranks",
+        )
+
+
 def is_unequal(balance: str) -> bool:
     """Return whether a plan's `balance` may give ranks unequal shares of a batch."""
     return balance not in ("", EQUAL)

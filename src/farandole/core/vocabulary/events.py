@@ -254,10 +254,10 @@ SETUP_PERSISTENT = "loader_persistent"
 """Whether the loader's workers outlive an iteration."""
 SETUP_BATCH = "loader_batch"
 """Samples of a batch, as the loader was asked."""
+SETUP_PLAN = "script_plan"  # keys that the script's own plan sets, as JSON; not said where the command gave a plan
 SETUP_OPTIMIZER = "optimizer"  # its class
 SETUP_FUSED, SETUP_FOREACH = "optimizer_fused", "optimizer_foreach"
-SETUP_MOMENTUM = "optimizer_momentum"
-"""Whether SGD or RMSprop keep a momentum."""
+SETUP_MOMENTUM = "optimizer_momentum"  # whether SGD or RMSprop keep one
 SETUP_TENSORS, SETUP_ELEMENTS = "parameter_tensors", "parameter_elements"
 """What the optimizer has: its parameters and their numbers."""
 SETUP_FROZEN = "gc_frozen"

@@ -243,7 +243,7 @@ class Plan:
 
     def _refuse_shards(self) -> None:
         if not 0 <= self.zero <= MOST_ZERO:
-            raise PlanError(f"plan: zero = {self.zero}, expected a stage from 0 to {MOST_ZERO}")
+            raise PlanError(f"plan: zero = {self.zero}, expected 0 to 3", remedy="3 shards most (docs/zero.md)")
         if self.overlap_gather and self.zero not in (1, 2):
             raise PlanError(
                 f"plan: overlap_gather = true is for zero = 1 and 2, but zero = {self.zero}",

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 from .errors import ConfigError
+
+T = TypeVar("T")
 
 _BYTE_UNITS = {
     "": 1, "b": 1,
@@ -42,6 +46,14 @@ def parse_bits_per_second(text: str) -> float:
     if not 8e3 <= rate <= 4e11:
         raise ConfigError(f"{text!r} is not a rate between 8kbit and 400gbit")
     return rate
+
+
+def read_option(option: str, text: str, parse: Callable[[str], T]) -> T:
+    """Return what `parse` makes of the value of a command line's `option`; an error names the option."""
+    try:
+        return parse(text)
+    except ConfigError as problem:
+        raise ConfigError(f"{option} {problem.message}", remedy=problem.remedy) from None
 
 
 def _parse(text: str, units: dict[str, int] | dict[str, float], wanted: str) -> float:

@@ -98,7 +98,7 @@ def write_run(
 
 def _make_chosen(path: Path) -> Path:
     if paths.exists(path) and not paths.is_directory(path):
-        raise ConfigError(f"--run-dir {path} is not a directory")
+        raise ConfigError(f"--run-dir {path} is not a directory", remedy="name a new one, such as runs/first")
     if any(paths.exists(path / name) for name in (run_files.RUN, run_files.METRICS)):
         raise _holds_a_run(path)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import DataError
+from ...core.vocabulary.events import SETUP_PLAN
 from ...core.vocabulary.run_files import RUN, events_path
 from .clock import common_clock
 from .run_end import note_killed
@@ -53,7 +54,17 @@ class RunRecords:
     def plan(self) -> Mapping[str, Any]:
         """The plan as it was applied, or nothing."""
         plan = self.facts.get("plan")
-        return plan if isinstance(plan, dict) else {}
+        return {**(plan if isinstance(plan, dict) else {}), **self.script_plan}
+
+    @property
+    def script_plan(self) -> Mapping[str, Any]:
+        """The keys that a plan in the script sets; the command of such a run can give none."""
+        text = self.timelines[0].setup.get(SETUP_PLAN) if self.timelines else None
+        try:
+            keys = json.loads(text) if isinstance(text, str) else {}
+        except ValueError:
+            return {}
+        return keys if isinstance(keys, dict) else {}
 
 
 def read_run(

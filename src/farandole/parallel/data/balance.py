@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...comm.world.world import World
-from ...core.vocabulary.degrees import EQUAL, SPEED, is_unequal, shares_of
+from ...core.vocabulary.degrees import EQUAL, SPEED, is_unequal, refuse_shares, shares_of
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
 
@@ -43,12 +43,7 @@ def ask_balance(here: World, plan: Plan) -> None:
             remedy="give all models the same balance and balance_cap",
         )
     asked.append(keys)
-    if keys.shares and len(keys.shares) != here.sample_size:
-        raise PlanError(
-            f'plan: balance = "{keys.balance}" has {len(keys.shares)} shares, and {here.sample_size} ranks train '
-            "on different samples",
-            remedy="give a share for each rank, in the order of ranks",
-        )
+    refuse_shares(keys.balance, here.sample_size)
     if keys.balance == SPEED and here.device.type != "cpu" and here.size > 1:
         raise PlanError(
             f'plan: balance = "speed" on device {here.device.type}: the host does not see how long an accelerator '

@@ -1,4 +1,4 @@
-"""Records what a plan predicts, and what its peak of memory is measured against.
+"""Records a plan that the script gave, what a plan predicts, and what its peak of memory is measured against.
 
 [Note: memory of others] The planner predicts what a model and its optimizers hold. A process on a CPU holds more:
 the interpreter, libraries, data. What is resident when the plan is applied, less the tensors of the model and the
@@ -16,7 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.device.accelerator import peak_bytes
+from ...comm.device.streams import has_streams
 from ...comm.world.world import World
+from ...core.environ.env import read_run_settings
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.spec import Plan
@@ -29,9 +31,12 @@ class PredictedFacts:
         self._here = here
         self._predicted = json.dumps(dict(plan.predicted)) if plan.predicted else ""
         self._other_bytes = _other_bytes(here, model, optimizers) if self._predicted else None
+        self._of_script = _keys_of_script(here, plan)
 
     def note(self) -> None:
         """Record them, when the model is divided: what dividing it took is not the training's."""
+        if self._of_script:
+            self._here.session.recorder.record(events.Setup({events.SETUP_PLAN: json.dumps(self._of_script)}))
         if self._predicted:
             facts: dict[str, events.SetupValue] = {
                 events.SETUP_PREDICTED: self._predicted,
@@ -39,6 +44,14 @@ class PredictedFacts:
                 events.SETUP_PEAK_BEFORE: peak_of(self._here)(),
             }
             self._here.session.recorder.record(events.Setup(facts))
+
+
+def _keys_of_script(here: World, plan: Plan) -> dict[str, object]:
+    """Return what `plan` sets, where the script gave it and the command none."""
+    if read_run_settings().plan_file is not None:
+        return {}
+    usual = Plan().with_bucket_bytes(on_device=has_streams(here.device))
+    return {name: value for name, (value, _) in plan.differences(usual).items()}
 
 
 def peak_of(here: World) -> Callable[[], int | None]:

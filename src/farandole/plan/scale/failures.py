@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.units import format_seconds, parse_seconds
+from ...core.vocabulary.units import format_seconds, parse_seconds, read_option
 
 RESTART_SECONDS = 300.0
 """Finding that a rank failed, starting the job again and loading: an assumption, not a measurement."""
@@ -82,7 +82,7 @@ def parse_every(text: str) -> tuple[float, int | None]:
     Raises `ConfigError` for anything else.
     """
     duration, _, who = text.partition("/")
-    seconds = parse_seconds(duration)
+    seconds = read_option("--fail-every", duration, parse_seconds)
     if seconds <= 0:
         raise ConfigError(f"--fail-every {text}: expected more than 0 seconds")
     if "/" not in text:

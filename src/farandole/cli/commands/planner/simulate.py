@@ -14,7 +14,7 @@ from ....core.vocabulary.errors import ConfigError, PlanError
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.run_files import write_private
 from ....core.vocabulary.spec import Plan
-from ....core.vocabulary.units import parse_bytes, parse_seconds
+from ....core.vocabulary.units import parse_bytes, parse_seconds, read_option
 from ....plan.answer.inputs import cluster_path, profile_path
 from ....plan.model.profile import ModelProfile
 from ....plan.model.profile_file import read_profile
@@ -154,7 +154,9 @@ def _request(
         slow_ranks=parse_slow_ranks(options.slow_rank),
         failures=_failures(options),
         loader_workers=options.loader_workers,
-        storage_bytes_per_second=float(parse_bytes(options.storage_rate)) if options.storage_rate else None,
+        storage_bytes_per_second=float(read_option("--storage-rate", options.storage_rate, parse_bytes))
+        if options.storage_rate
+        else None,
     )
 
 
@@ -169,7 +171,9 @@ def _failures(options: argparse.Namespace) -> FailureModel | None:
     return FailureModel(
         every,
         ranks,
-        parse_seconds(options.restart) if options.restart else RESTART_SECONDS,
+        read_option("--restart", options.restart, parse_seconds) if options.restart else RESTART_SECONDS,
         SAVE_SECONDS if options.checkpoint_seconds is None else options.checkpoint_seconds,
-        parse_seconds(options.checkpoint_every) if options.checkpoint_every else None,
+        read_option("--checkpoint-every", options.checkpoint_every, parse_seconds)
+        if options.checkpoint_every
+        else None,
     )

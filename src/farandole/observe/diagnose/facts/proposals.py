@@ -28,9 +28,11 @@ def command_with(
     """Return the command of a run as a shell takes it, with plan keys set anew, or another number of ranks.
 
     `without` are flags to leave out. A run that ``torchrun`` or another launcher started gets the same script
-    under ``farandole run``.
+    under ``farandole run``. A script with a plan of its own gets its line with the keys in it: it takes no other.
     """
     facts, settings = records.facts, settings or {}
+    if settings and records.script_plan:
+        return distribute_by({**records.script_plan, **settings})
     typed = _words(facts.get("typed_command"))
     command = _words(facts.get("command")) or _script_of(records) or ["python", "train.py"]
     change = _Change(settings, size, frozenset(without))
@@ -48,6 +50,12 @@ def command_with(
     else:
         words = change.of(["farandole", "run", "-np", str(size or records.size), "--", *command], 4)
     return shlex.join(words)
+
+
+def distribute_by(keys: Mapping[str, object]) -> str:
+    """Return the line of Python that distributes a model by a plan of these keys."""
+    values = ", ".join(f"{key}={value!r}" for key, value in keys.items())
+    return f"model, optimizer = fd.distribute(model, optimizer, fd.Plan({values}))"
 
 
 def is_taken(records: RunRecords, changes: Mapping[str, object]) -> bool:

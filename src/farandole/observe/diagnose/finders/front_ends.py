@@ -20,6 +20,7 @@ from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import parse_bytes
 from ..facts.evidence import format_cost
 from ..facts.finding import Finding, Fix
+from ..facts.proposals import distribute_by
 from ..facts.step_table import StepTable
 
 _ON_TORCH, _ON_JAX = "keras on torch", "keras on jax"
@@ -109,11 +110,9 @@ def _wrapped(fix: Fix, wrapper: str) -> Fix:
             return replace(fix, what=what, paste=kept, changes={})
         settings = {"zero": MOST_ZERO, **settings}
     if settings:
-        keys = ", ".join(f"{key}={value!r}" for key, value in settings.items())
-        call = f"model, optimizer = fd.distribute(model, optimizer, fd.Plan({keys}))"
         call_of_torch = "fully_shard" if wrapper == FSDP2 else wrapper
         what = f"{fix.what}, with fd.distribute instead of {call_of_torch}"
-        return replace(fix, what=what, paste=f"{_INIT}  # instead of {call_of_torch}\n{call}")
+        return replace(fix, what=what, paste=f"{_INIT}  # instead of {call_of_torch}\n{distribute_by(settings)}")
     if fix.paste == "loader = fd.shard(loader)":
         return replace(
             fix, paste="sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="

@@ -114,7 +114,8 @@ def read(run_directory: Path, baseline: Path | None = None) -> Run:
         records = read_run(run_directory, for_diagnosis=True)
     except DataError:  # there are metrics, or we would not be here
         records = RunRecords(run_directory, {}, 0, [], notes=["the ranks left no events that can be read"])
-    facts, timelines = records.facts, records.timelines
+    timelines = records.timelines
+    facts = {**records.facts, "plan": records.plan} if records.plan else records.facts
     summary = summarise_records(records, baseline=baseline)
     diagnosis = diagnose_records(records)
     notes: list[str] = []
