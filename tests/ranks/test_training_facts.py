@@ -117,6 +117,7 @@ def test_a_rank_records_what_fixes_depend_on(tmp_path: Path) -> None:
     assert not timeline.skipped, timeline.skipped
     assert (facts["optimizer"], facts["optimizer_fused"], facts["parameter_tensors"]) == ("AdamW", True, 2)
     assert (facts["loader_workers"], facts["loader_batch"], facts["parameter_elements"]) == (0, 2, 10)
+    assert facts["codable_share"] == 0.0, "a matrix of 10 elements"
     assert facts["loader_persistent"] is False
     assert facts.get("optimizer_momentum") is None, "AdamW has betas"
     assert (facts["device"], facts["threads"]) == ("cpu", 1), "the newest count"

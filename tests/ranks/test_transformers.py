@@ -95,6 +95,7 @@ def test_the_run_is_recorded(played: tuple[dict[str, Any], dict[str, Any], Path]
     assert len(rows) == 6 + 6 + 4 + 4 + 6 + 4 + 2 + 4 + 6 + 6
     assert sum(len(row.exchanges) for row in rows) == len(rows)
     assert sum(row.samples for row in rows) >= 6 * 2 * 9  # its part of six trainings of two epochs
+    assert all(row.samples for row in rows), "the batch that is drawn ahead is counted where it is trained on"
     phases = {phase.name for row in rows for phase in row.phases}
     assert {"evaluation", "checkpoint", "data", "forward", "optimizer"} <= phases
     assert run.timelines[0].setup[SETUP_LOOP] == "transformers", "fixes are arguments of its Trainer"

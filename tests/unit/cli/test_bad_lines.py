@@ -165,7 +165,10 @@ def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[st
         ("run --dry-run --set timeout_seconds=-1 -- train.py", "expected seconds from 0, such as 600"),
         ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value; such as --set zero=1"),
         ("run --dry-run --set zero=4 -- train.py", "zero = 4, expected 0 to 3; 3 shards most"),
-        ("run --dry-run -np 2 --set balance=2,1,1 -- train.py", "3 shares, and 2 ranks train on different samples"),
+        (
+            "run --dry-run -np 2 --set balance=2,1,1 -- train.py",
+            "3 shares, and 2 ranks train on different samples",
+        ),
         ("run -np two -- train.py", "expected a whole number, got 'two'"),
         ("run -np 2 --run-dir train.py -- train.py", "is not a directory; name a new one, such as runs/first"),
         ("verify -np 2", "for example: farandole verify -np 2"),

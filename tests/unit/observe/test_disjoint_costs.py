@@ -10,7 +10,7 @@ import pytest
 
 from farandole.cli.main import run
 from farandole.comm.autotune.probe import measure_codecs
-from farandole.core.vocabulary.events import SETUP_FRONT_END
+from farandole.core.vocabulary.events import SETUP_CODABLE, SETUP_FRONT_END
 from farandole.observe.diagnose import Diagnosis, Finding, Fix, Gain, compare, diagnose, to_text
 from farandole.observe.diagnose.finders.codec_fixes import PREDICTED
 from farandole.observe.diagnose.finders.disjoint import make_disjoint
@@ -147,6 +147,14 @@ def test_a_codec_that_is_slower_than_the_link_gains_nothing(tmp_path: Path) -> N
     assert 0 < free["int8"].seconds - measured["int8"].seconds < 32e6 * fast
     assert "4 GB per CPU second, as measured" in measured["int8"].basis
     assert "not included" in free["int8"].basis
+
+
+def test_a_codec_gains_nothing_of_parameters_that_cannot_have_it(tmp_path: Path) -> None:
+    slow = healthy(bytes_per_second=200e6)
+    all_of_it = gains(of(tmp_path / "all", slow))["int8"].seconds
+    half = gains(of(tmp_path / "half", replace(slow, setup={SETUP_CODABLE: 0.5})))["int8"].seconds
+    assert 0 < half < 0.8 * all_of_it
+    assert not gains(of(tmp_path / "none", replace(slow, setup={SETUP_CODABLE: 0.0})))
 
 
 def test_codecs_are_measured_on_this_host_when_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -144,6 +144,11 @@ def test_compare_shows_what_came_of_a_promise(tmp_path: Path) -> None:
     told = " ".join(compared.to_text().split())
     assert re.search(r"promised for A: .*: saves about 100 ms a step; it saved (89|9\d)[.\d]* ms", told), told
     assert not compare(after, before).promises
+    in_vain = write_run(
+        tmp_path / "in vain", healthy(**SLOW_DATA, setup={**BOUND, "loader_workers": 2}, data_cpu=0.0)
+    )
+    told = " ".join(compare(before, in_vain).to_text().split())
+    assert re.search(r"saves about 100 ms a step; no difference beyond noise came of it", told), told
 
 
 # -- prices and own code (V2) ---------------------------------------------------------------------

@@ -258,8 +258,8 @@ SETUP_PLAN = "script_plan"  # keys that the script's own plan sets, as JSON; not
 SETUP_OPTIMIZER = "optimizer"  # its class
 SETUP_FUSED, SETUP_FOREACH = "optimizer_fused", "optimizer_foreach"
 SETUP_MOMENTUM = "optimizer_momentum"  # whether SGD or RMSprop keep one
-SETUP_TENSORS, SETUP_ELEMENTS = "parameter_tensors", "parameter_elements"
-"""What the optimizer has: its parameters and their numbers."""
+SETUP_TENSORS, SETUP_ELEMENTS, SETUP_CODABLE = "parameter_tensors", "parameter_elements", "codable_share"
+"""What the optimizer has: its parameters, their numbers, and the share of those that train that a codec takes."""
 SETUP_FROZEN = "gc_frozen"
 """Whether ``gc.freeze`` was called, or the garbage collector is off."""
 SETUP_FRONT_END = "front_end"

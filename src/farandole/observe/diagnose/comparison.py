@@ -102,7 +102,12 @@ class Comparison:
                 lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
         for promise in self.promises:
             promised, saved = format_seconds(promise.promised_seconds), format_seconds(promise.saved_seconds)
-            text = f"promised for A: {promise.what}: saves about {promised} a step; it saved {saved}"
+            came = (
+                f"it saved {saved}"
+                if self.outcome in ("faster", "slower")
+                else "no difference beyond noise came of it"
+            )
+            text = f"promised for A: {promise.what}: saves about {promised} a step; {came}"
             lines += _wrap(text, "    ")
         for label, check in zip("AB", self.predictions, strict=True):
             if check is not None:

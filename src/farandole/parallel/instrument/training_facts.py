@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ...comm.codecs.eligibility import can_have
 from ...comm.world.world import World
 from ...core.vocabulary import events
+from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.events import Setup, SetupValue
 from ...core.vocabulary.rank_lists import write_numbers
 from ...core.vocabulary.run_files import hide_secrets
 
 _TEXT_KEPT = 4000
+_OF_ELEMENTS = CodecSpec.parse("int8")
 
 
 class TrainingFacts:
@@ -101,6 +104,7 @@ def note_optimizer(here: World, optimizer: Optimizer) -> None:
     """Record how the optimizer that counts the steps computes."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     parameters = [each for other in optimizer.param_groups for each in other["params"]]
+    trained = [each for each in parameters if each.requires_grad]
     facts_of(here).note(
         {
             events.SETUP_OPTIMIZER: type(optimizer).__name__,
@@ -109,6 +113,8 @@ def note_optimizer(here: World, optimizer: Optimizer) -> None:
             events.SETUP_MOMENTUM: bool(group["momentum"]) if "momentum" in group else None,
             events.SETUP_TENSORS: len(parameters),
             events.SETUP_ELEMENTS: sum(each.numel() for each in parameters),
+            events.SETUP_CODABLE: sum(each.numel() for each in trained if can_have(each, _OF_ELEMENTS))
+            / max(1, sum(each.numel() for each in trained)),
         }
     )
 

@@ -6,6 +6,9 @@ reach. So, while such a training is recorded, the method by which torch's loader
 of all loaders, in the thread that trains, while gradients are on. It hands out the same batches, and is put
 back as it was when the world closes.
 
+[Note: one batch ahead] Accelerate's loaders, and so those of a Trainer, draw a batch before they hand out the one
+before it. Its samples are counted with the next wait, in the step that trains on them.
+
 [Note: one loader] That which `fd.record` is given becomes an object of a subclass of its class. An object that
 cannot (of a class in C, or one whose ``__class__`` is a property, as those of Accelerate) is left alone.
 """
@@ -13,11 +16,13 @@ cannot (of a class in C, or one whose ``__class__`` is a property, as those of A
 from __future__ import annotations
 
 import copyreg
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,6 +36,9 @@ from .worker_cores import on_worker_cores, worker_cores
 
 _KIND = dataloader._BaseDataLoaderIter
 _TIMED = "_farandole_times_it"
+_DRAWN = "_farandole_drawn"
+_AHEAD = "accelerate.data_loader"
+"""The module whose loaders do. See [Note: one batch ahead]."""
 
 
 def watch_loaders(here: World) -> None:
@@ -65,13 +73,7 @@ class _LoaderWatch:
             is_left_out = getattr(iterator, _TIMED, False) or drawn_ahead() is not None
             if self.is_paused or is_left_out or threading.get_ident() != self._thread:
                 return original(iterator)
-            begin, cpu = time.monotonic(), time.thread_time()
-            batch = original(iterator)
-            if has_world() and torch.is_grad_enabled():
-                used = time.thread_time() - cpu
-                note_workers(world(), getattr(iterator, "_num_workers", None))
-                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch), used))
-            return batch
+            return _draw(iterator, original, sys._getframe(1), vars(iterator))
 
         self._mine = next_batch
         _KIND.__next__ = next_batch  # type: ignore[method-assign, assignment]
@@ -80,6 +82,26 @@ class _LoaderWatch:
         """Put the method back, unless other code has replaced ours meanwhile."""
         if _KIND.__next__ is self._mine:
             _KIND.__next__ = self._original  # type: ignore[method-assign]
+
+
+def _draw(
+    iterator: Any, draw: Callable[[Any], Any], caller: FrameType, kept: dict[str, Any], *, is_counted: bool = True
+) -> Any:
+    """Draw a batch and record the wait, unless `fd.prefetch` does. `kept`: see [Note: one batch ahead]."""
+    begin, cpu = time.monotonic(), time.thread_time()
+    batch = None
+    try:
+        batch = draw(iterator)
+        return batch
+    finally:
+        samples = samples_of(batch)
+        if caller.f_globals.get("__name__") == _AHEAD:  # the last batch is trained on when there are no more
+            samples, kept[_DRAWN] = kept.get(_DRAWN, 0), samples
+        if is_counted and (batch is not None or samples) and has_world() and torch.is_grad_enabled():
+            used = time.thread_time() - cpu
+            if hasattr(iterator, "_num_workers"):
+                note_workers(world(), iterator._num_workers)
+            world().session.recorder.record(DataWait(begin, time.monotonic(), samples, used))
 
 
 def samples_of(batch: Any) -> int:
@@ -114,15 +136,12 @@ def time_iteration(loader: Any) -> bool:
         with on_worker_cores():
             iterator = kind.__iter__(self)
         leave_out(iterator)
+        kept: dict[str, Any] = {}
         while True:
-            begin, cpu = time.monotonic(), time.thread_time()
             try:
-                batch = next(iterator)
+                batch = _draw(iterator, next, sys._getframe(1), kept, is_counted=drawn_ahead() is None)
             except StopIteration:
                 return
-            if drawn_ahead() is None and has_world() and torch.is_grad_enabled():  # else `fd.prefetch` does it
-                used = time.thread_time() - cpu
-                world().session.recorder.record(DataWait(begin, time.monotonic(), samples_of(batch), used))
             yield batch
 
     members = {

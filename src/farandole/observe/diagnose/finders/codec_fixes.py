@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from ....core.step_model.prediction import CANDIDATES
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.errors import PlanError
+from ....core.vocabulary.events import SETUP_CODABLE
 from ....core.vocabulary.units import format_bytes
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
@@ -53,6 +54,9 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
     current = _element_ratio(codec_of(table))
     if current is None:
         return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
+    share = table.records.timelines[0].setup.get(SETUP_CODABLE)
+    coded = float(share) if isinstance(share, (int, float)) else 1.0
+    current = _of_all(coded, current)
     fixes: list[Fix] = []
     is_by_row = table.records.plan.get("zero") in (1, 2)  # each element goes to one rank
     chosen: tuple[float, str] | None = None
@@ -60,6 +64,7 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
     for name in PREDICTED:
         ratio = codec_ratio(table, name) if CodecSpec.parse(name).is_quantized or not is_by_row else None
         cost = None if costs is None else costs.get(name)
+        ratio = None if ratio is None else _of_all(coded, ratio)
         if ratio is None or ratio / current > 0.9 or (cost is None and (costs is not None or name == SPARSE)):
             continue  # finding the largest is slow: nothing is said of it without its measured time
         predicted = network.exposed_with_codec(ratio / current, cost or 0.0)
@@ -83,6 +88,11 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
         automatic = {"codec": "auto", "lossy": "true"}
         fixes.append(Fix(what, command_with(table.records, automatic), gain, automatic))
     return fixes
+
+
+def _of_all(coded: float, ratio: float) -> float:
+    """Return the bytes of all gradients beside those of float32, of which a codec takes the share `coded`."""
+    return coded * ratio + 1 - coded
 
 
 def codec_ratio(table: StepTable, name: str) -> float | None:
