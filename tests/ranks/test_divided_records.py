@@ -65,3 +65,15 @@ def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: 
     for row in map(json.loads, lines):
         if row["kind"] == "step" and "samples_per_second" in row:
             assert row["samples_per_second"] * row["seconds"] == pytest.approx(8, rel=0.01)
+
+
+@pytest.mark.parametrize("setting", ["zero=1", "zero=2", "overlap_gather=true"])
+def test_sharded_states_send_gradients_and_stepped_parameters(tmp_path: Path, setting: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    options = ("-np", "2", "--run-dir", "run", "--set", "zero=1", "--set", setting)
+    done = warm.run(tmp_path, "run", *options, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    whole = 2 * (2 * 16 * 32 + 32 + 16) * 4  # half of it each way, twice: gradients to owners, parameters to all
+    assert summary["sent_bytes_per_step"] == pytest.approx(whole, rel=0.1), "but for padding"

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.events import Phase
+from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, Phase, Setup
 from ..parallel.apply import distribute, plan_of, undistribute
 from ..parallel.instrument.phase_hooks import ModelWatch, watch_model
 from ..parallel.instrument.wrapped import inner_optimizer
@@ -151,6 +151,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
             optimizers = [each for each in map(inner_optimizer, self.optimizers) if each is not None]
             distribute(self.lightning_module, optimizers)
             watch_loaders(world())
+            world().session.recorder.record(Setup({SETUP_LOOP: LIGHTNING}))
             self._held = self.lightning_module
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -227,6 +228,7 @@ class FarandoleRecorder(Callback):  # type: ignore[misc]
         if model is pl_module and plan_of(pl_module) is None:  # its training_step is called, and not the module
             self._watch = watch_model(pl_module)
         watch_loaders(world())
+        world().session.recorder.record(Setup({SETUP_LOOP: LIGHTNING}))
         steps = trainer.estimated_stepping_batches
         if isinstance(steps, int) and steps > 0:
             log(total_steps=steps)

@@ -30,7 +30,7 @@ import torch
 
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.events import SETUP_LOOP, Phase, Setup
+from ..core.vocabulary.events import SETUP_LOOP, TRAINER, Phase, Setup
 from ..parallel.instrument.wrapped import inner_optimizer
 from ..train.progress import log
 from ..train.record import record
@@ -67,7 +67,7 @@ class FarandoleCallback(TrainerCallback):  # type: ignore[misc]
         found: list[Any] = [kwargs.get(name) for name in ("model", "optimizer", "train_dataloader")]
         record(*found, run_dir=self._run_dir)
         if has_world():
-            world().session.recorder.record(Setup({SETUP_LOOP: "transformers"}))
+            world().session.recorder.record(Setup({SETUP_LOOP: TRAINER}))
         if has_world() and state.max_steps > 0:
             log(total_steps=int(state.max_steps))
 

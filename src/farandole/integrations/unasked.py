@@ -21,10 +21,12 @@ Nothing here raises. A world that the script has made itself is left to the scri
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from contextlib import suppress
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from ..comm.device.accelerator import same_device
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
 from ..core.launchers.rank_variables import read_rank_variables
+from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, TRAINER, Setup
 from ..core.vocabulary.notice import write_notice
 from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
@@ -46,6 +49,8 @@ from ..train.record import note_wrapper, watch_units, wrapper_of
 from ..train.session import init, shutdown
 
 _KEY = "farandole/unasked/{}"
+_LOOPS = {"transformers.trainer": TRAINER, "lightning.pytorch.": LIGHTNING, "pytorch_lightning.": LIGHTNING}
+"""By the beginning of their modules' names."""
 _MOST_STEPS = 64
 """Steps in which the optimizer of a model is looked for."""
 
@@ -95,6 +100,7 @@ class _Meeting:
         self._model = weakref.ref(model)
         self.has_been = False
         self.steps_left = _MOST_STEPS
+        self.loop = _loop_around(sys._getframe())
 
     def backward_ends(self) -> tuple[()]:
         """In the place of what returns the times of buckets."""
@@ -102,6 +108,16 @@ class _Meeting:
         if model is not None and model.require_forward_param_sync and not model._join_config.enable:
             self.has_been = True
         return ()
+
+
+def _loop_around(frame: FrameType | None) -> str:
+    """Return whose loop wraps a model here: one of `LOOPS`; empty: the script's own."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if found := next((loop for name, loop in _LOOPS.items() if module.startswith(name)), ""):
+            return found
+        frame = frame.f_back
+    return ""
 
 
 class _FirstForward:
@@ -114,7 +130,8 @@ class _FirstForward:
         return reduce_to_nothing()
 
     def __call__(self, model: nn.Module, arguments: Any) -> None:
-        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+        is_training = getattr(model, "module", model).training  # Lightning leaves the wrapper as it evaluates
+        if torch.compiler.is_compiling() or not (is_training and torch.is_grad_enabled()):
             return
         with suppress(Exception):
             hooks = model._forward_pre_hooks
@@ -152,7 +169,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             meeting.steps_left -= 1
             is_whole = isinstance(model, DistributedDataParallel) or stepped <= own
             if is_whole and stepped & own:
-                optimizer.register_step_pre_hook(_Begin(model))
+                optimizer.register_step_pre_hook(_Begin(model, meeting.loop))
                 time_optimizer(optimizer)
                 meeting.steps_left = 0
             if not meeting.steps_left:
@@ -162,8 +179,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 class _Begin:
     """A pre hook of the optimizer that does its work once."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loop: str) -> None:
         self._model: nn.Module | None = model
+        self._loop = loop
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         model, self._model = self._model, None
@@ -175,6 +193,8 @@ class _Begin:
                 return
             watch_optimizer(optimizer, here)
             watch_loaders(here)
+            if self._loop:
+                here.session.recorder.record(Setup({SETUP_LOOP: self._loop}))
             if isinstance(model, DistributedDataParallel):
                 watch_model(model).take_buckets = watch_buckets(model)
             else:

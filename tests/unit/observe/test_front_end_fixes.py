@@ -17,6 +17,9 @@ from farandole.core.vocabulary.events import (
     FRONT_ENDS,
     FSDP1,
     FSDP2,
+    LIGHTNING,
+    LOOPS,
+    TRAINER,
     WRAPPERS,
 )
 from farandole.observe.diagnose.facts.finding import Finding, Fix, Gain
@@ -25,7 +28,6 @@ from farandole.observe.diagnose.facts.step_table import StepTable
 from farandole.observe.diagnose.finders.front_ends import in_words_of
 
 TENSORFLOW, KERAS, ON_TORCH, ON_JAX = FRONT_ENDS
-TRAINER = "transformers"
 GAIN = Gain(0.5, "as measured")
 TUNED = Fix("let the tuner choose", "--set codec=auto", GAIN, {"codec": AUTO})
 INT8 = Fix("codec int8", "farandole run --plan int8.toml -- python train.py", GAIN, {"codec": "int8"})
@@ -43,7 +45,7 @@ def told(front_end: str, kind: str, *fixes: Fix, phase: str = "") -> tuple[Fix, 
     """Return the fixes of such a finding where this front end trains; nothing else of it changes."""
     finding = Finding(kind, "a title", 0.5, 0.25, (1,), ("b",), phase, ("seen",), fixes)
     table = SimpleNamespace(
-        front_end=front_end if front_end in FRONT_ENDS else "", has_trainer=front_end == TRAINER,
+        front_end=front_end if front_end in FRONT_ENDS else "", loop=front_end if front_end in LOOPS else "",
         wrapper=front_end if front_end in WRAPPERS else "",
     )  # fmt: skip
     found = in_words_of(finding, cast(StepTable, table))
@@ -81,6 +83,7 @@ HELD = Fix("step less often", held_passes(2, steps=True), GAIN)
 STEP = "if (i + 1) % 2 == 0:\n    optimizer.step()\n    optimizer.zero_grad()  # here alone"
 PASS = ":\n    loss = loss_function(model(inputs), targets)\n    loss.backward()"
 INIT = "import farandole as fd\nfd.init()"
+RECORD = "fd.record(model, optimizer, loader)  # before the loop"
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,7 @@ INIT = "import farandole as fd\nfd.init()"
     [
         ("", HELD, HELD.paste),
         (TRAINER, HELD, "gradient_accumulation_steps=2  # arguments of TrainingArguments"),
+        (LIGHTNING, HELD, "accumulate_grad_batches=2  # argument of Trainer"),
         (TENSORFLOW, HELD, "backward_passes_per_step=2  # argument of hvd.DistributedOptimizer"),
         (DDP, HELD, "import contextlib\nwith model.no_sync() if (i + 1) % 2 > 0 else contextlib.nullcontext()"
          f"{PASS}\n{STEP}"),
@@ -97,16 +101,19 @@ INIT = "import farandole as fd\nfd.init()"
         (DDP, Fix("once", "with fd.accumulate():\n    loss.backward()  # all but the last"),
          f"with model.no_sync(){PASS}  # all but the last"),
         (FSDP2, INT8, f"{INIT}  # instead of fully_shard\n"
-         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(zero=3, codec='int8'))"),
+         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(zero=3, codec='int8'))\n"
+         f"{RECORD}"),
         (FSDP2, Fix("whole on every rank", "--set zero=2", GAIN, {"zero": 2}),
          "reshard_after_forward=False  # argument of fully_shard, for each block"),
         (DDP, INT8, f"{INIT}  # instead of {DDP}\n"
-         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec='int8'))"),
+         "model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec='int8'))\n"
+         f"{RECORD}"),
         (DDP, Fix("larger buckets", "--set bucket_bytes=50MiB", GAIN, {"bucket_bytes": "50MiB"}),
          "bucket_cap_mb=50  # argument of DistributedDataParallel"),
         (DDP, SHARD, "sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="),
         (DDP, Fix("ahead", "x = fd.prefetch(x)"), "import farandole as fd\nx = fd.prefetch(x)"),
-        (DDP, Fix("name it", 'with fd.phase("name"):'), f'{INIT}\nwith fd.phase("name"):'),
+        (DDP, Fix("name it", 'with fd.phase("name"):'),
+         f'import farandole as fd\n{RECORD}\nwith fd.phase("name"):'),
         (DDP, BATCH, BATCH.paste),
         (DDP, Fix("skip", 'if_busy="skip"  # argument of fd.Checkpointer'),
          'if_busy="skip"  # argument of fd.Checkpointer'),
@@ -174,7 +181,7 @@ def test_time_between_two_batches_is_that_of_callbacks_where_keras_has_the_loop(
     evidence = ("ranks 0 and 1", "the loader is not timed (give it to fd.shard or fd.record)")
     own = Finding("other", "the script's own code takes 0.5 s", 0.5, 0.25, evidence=evidence, fixes=(RARER,))
     for front_end in (KERAS, ON_TORCH, ON_JAX):
-        found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end, has_trainer=False)))
+        found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end, loop="")))
         assert found.title == "callbacks, and Keras's own loop, between two batches take 500 ms a step (25%)"
         assert found.evidence == evidence[:1]
         assert "steps_per_execution=8" in found.fixes[0].paste

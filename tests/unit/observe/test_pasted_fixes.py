@@ -10,12 +10,14 @@ import functools
 import importlib
 import inspect
 import json
+import os
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from farandole.core.vocabulary.events import (
     FRONT_ENDS,
     FSDP1,
     FSDP2,
+    LOOPS,
     SETUP_ELEMENTS,
     SETUP_PLAN,
     SETUP_ROWS_IN_STEP,
@@ -167,10 +170,10 @@ def test_what_is_pasted_is_taken(found: Sequence[tuple[str, Finding]]) -> None:
     assert not problems((paste, name, "") for name, paste in pastes)
 
 
-@pytest.mark.parametrize("of", [DDP, FSDP1, FSDP2, "transformers", *FRONT_ENDS])
+@pytest.mark.parametrize("of", [DDP, FSDP1, FSDP2, *LOOPS, *FRONT_ENDS])
 def test_it_is_taken_in_the_words_of_each_loop(of: str, found: Sequence[tuple[str, Finding]]) -> None:
     table = SimpleNamespace(
-        front_end=of if of in FRONT_ENDS else "", has_trainer=of == "transformers",
+        front_end=of if of in FRONT_ENDS else "", loop=of if of in LOOPS else "",
         wrapper=of if of in (DDP, FSDP1, FSDP2) else "",
     )  # fmt: skip
     assert not problems(
@@ -268,6 +271,11 @@ def _arguments(code: str, of_what: str, *, of: str, where: str) -> None:
         transformers = pytest.importorskip("transformers")
         fields = transformers.TrainingArguments.__dataclass_fields__
         assert {each.arg for each in call.keywords} <= set(fields), (where, code)
+        return
+    if called in ("Trainer", "ModelCheckpoint"):
+        with mock.patch.dict(os.environ):  # it sets one
+            lightning = pytest.importorskip("lightning.pytorch")
+        _bind(lightning.Trainer if called == "Trainer" else lightning.callbacks.ModelCheckpoint, call, where)
         return
     if of in FRONT_ENDS and f"{of_what.removeprefix(' of ')}" in KERAS:
         return

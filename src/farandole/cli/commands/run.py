@@ -33,7 +33,13 @@ from ..options.host_options import (
     read_host_list,
     read_remote_options,
 )
-from ..options.job_options import add_backend_option, add_job_options, add_record_option, read_request
+from ..options.job_options import (
+    add_backend_option,
+    add_job_options,
+    add_record_option,
+    read_job_plan,
+    read_request,
+)
 from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
 _MOST_GRACE_SECONDS = 86_400.0
@@ -159,6 +165,9 @@ def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ...launch.schedulers.submission import submit
 
     spec = read_submission(options, arguments)
+    in_image = (path for path in (options.plan, options.config_file) if path and options.on == "kubernetes")
+    if all(map(os.path.exists, in_image)):
+        read_job_plan(options, read_settings(options))  # refused here, and not in the queue
     return submit(options.on, spec, output_format=options.output_format, dry_run=options.dry_run)
 
 

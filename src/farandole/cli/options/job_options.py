@@ -8,6 +8,7 @@ from pathlib import Path
 from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
 from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
+from ...core.vocabulary.spec import Plan
 from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
 from ...launch.start.request import JobRequest
@@ -75,12 +76,18 @@ def read_request(
     settings = settings or HorovodSettings()
     check_size(options.size)
     command = read_command(options.command, starter=starter)
-    plan = read_plan(options.plan, options.settings, settings.plan)
-    if plan is not None and options.size is not None:
-        degrees = degrees_of(plan, options.size)  # refused before ranks start
-        refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
+    plan = read_job_plan(options, settings)
     return JobRequest(
         command, plan, options.size,
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,
         label=script_label(options.command), run_dir=options.run_dir,
     )  # fmt: skip
+
+
+def read_job_plan(options: argparse.Namespace, settings: HorovodSettings) -> Plan | None:
+    """Return the plan of a job's line. Raises `ConfigError` for one that so many ranks cannot have."""
+    plan = read_plan(options.plan, options.settings, settings.plan)
+    if plan is not None and options.size is not None:
+        degrees = degrees_of(plan, options.size)
+        refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
+    return plan

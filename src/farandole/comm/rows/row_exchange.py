@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.step_model.comm_cost import ring_sent_bytes
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..host_memory.shared_tensor import SharedRegion, SharedTensor
 from ..messages.reduce_rules import accumulates_in_fp32, sum_into
@@ -172,7 +173,7 @@ class RowExchange:
         assert self.route.conductor is not None, "shards travel by a conductor"
         # With something to do at its end, a job waits until all that it sends is taken.
         region.work = self.route.conductor.submit(items, prepare=prepare, complete=_nothing)
-        return region.work
+        return self._counted(region.work, lent)
 
     def _sums(
         self, rows: Sequence[torch.Tensor], out: torch.Tensor, divisor: int
@@ -223,7 +224,13 @@ class RowExchange:
         region.work = self.route.conductor.submit(
             items, prepare=partial(write, gather.lent.mine), complete=complete
         )
-        return region.work
+        return self._counted(region.work, gather.lent)
+
+    def _counted(self, work: BucketWork, lent: BlockMemory) -> BucketWork:
+        """Count what goes through memory alone as a ring would send it: nothing of it is a message."""
+        if self.hosts == 1:
+            work.sent_bytes = ring_sent_bytes(lent.flat.nbytes, self.size, passes=1)
+        return work
 
     def _lay_out_gather(self, region: Region, length: int, dtype: torch.dtype) -> _Gather:
         lent = self.lay_out(region, length, dtype)

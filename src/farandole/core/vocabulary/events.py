@@ -264,8 +264,8 @@ SETUP_FROZEN = "gc_frozen"
 """Whether ``gc.freeze`` was called, or the garbage collector is off."""
 SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
-SETUP_LOOP = "loop"
-"""Whose loop of torch trains, where it is not the script's own: ``"transformers"``."""
+SETUP_LOOP = "loop"  # whose loop of torch trains, where it is not the script's own; one of these:
+LOOPS = TRAINER, LIGHTNING = "transformers", "lightning"
 FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
 SETUP_WRAPPER = "wrapper"  # torch's class that exchanges the gradients, where our engine does not; of these:
 WRAPPERS = DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"

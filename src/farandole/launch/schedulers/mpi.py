@@ -9,9 +9,12 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from pathlib import Path
 
 from ...core.environ.env import set_variables
 from ...core.vocabulary.errors import ConfigError
+from ..job.host_list import parse_hosts, read_hostfile
+from ..job.placement import assign_ranks
 from .child import need_command, run_child
 from .submission import SubmitSpec
 
@@ -44,8 +47,12 @@ def _mpirun(spec: SubmitSpec) -> list[str]:
     if spec.run_options:
         raise ConfigError(
             f"{spec.run_options[0]} has no meaning with --on mpi: mpirun starts the script itself",
-            remedy="leave it out, or use --on slurm or hosts of our own",
+            remedy="leave it out, or use --on slurm or -H without --on",
         )
+    if all(":" in host for host in spec.options.get("hosts", "one").split(",")):  # mpirun takes bare names too
+        assign_ranks(parse_hosts(spec.options["hosts"]), spec.size)
+    if "hostfile" in spec.options:
+        read_hostfile(Path(spec.options["hostfile"]))
     words = ["mpirun", "-np", str(spec.size)]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")

@@ -20,6 +20,7 @@ from .submission import SubmitSpec
 FORMAT = "sbatch"
 _PROGRAM = (sys.executable, "-m", "farandole")
 _SUBMIT_SECONDS = 60.0
+_TIME = re.compile(r"(?:(\d+)-)?(\d+(?::\d+){0,2})")
 _OWN = {"qos": "qos", "account": "account", "time": "time", "priority": "priority", "partition": "partition"}
 
 
@@ -67,12 +68,34 @@ def _typed(spec: SubmitSpec) -> dict[str, str]:
             remedy="drop one of them",
         )
     found["partition"] = found["partition"] or queue
+    limit = _limit_seconds(found["time"])
+    priority = found["priority"]
+    if not (priority is None or priority.isdecimal() or priority == "TOP"):
+        raise ConfigError(f"--priority {priority}: expected a number from 0, or TOP")
     seconds = spec.word("warn-before")
+    if seconds is not None and limit is not None and seconds.isdecimal() and int(seconds) >= limit:
+        raise ConfigError(
+            f"--warn-before {seconds}: the job ends after {limit} s (--time {found['time']})",
+            remedy="give fewer seconds than the limit has",
+        )
     if seconds is not None:
         if not (seconds.isdecimal() and 0 < int(seconds) <= 65535):
             raise ConfigError(f"--warn-before {seconds}: expected 1 to 65535 seconds")
         found["signal"] = f"USR1@{seconds}"
     return {option: value for option, value in found.items() if value is not None}
+
+
+def _limit_seconds(time: str | None) -> int | None:
+    """Return the seconds of a time limit as sbatch reads it; None where there is none."""
+    if time is None or time.upper() in ("UNLIMITED", "INFINITE"):
+        return None
+    found = _TIME.fullmatch(time)
+    if found is None:
+        raise ConfigError(f"--time {time}: expected minutes, hours:minutes:seconds or days-hours, such as 2:00:00")
+    days, words = found[1], [int(word) for word in found[2].split(":")]
+    # "5" is minutes, "5:30" minutes and seconds; after days hours come first.
+    hours, minutes, seconds = [*words, 0, 0][:3] if days or len(words) == 3 else [0, *words, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _srun(spec: SubmitSpec, nodes: int, per_node: int) -> list[str]:

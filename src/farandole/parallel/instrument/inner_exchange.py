@@ -6,7 +6,7 @@ On accelerators such a wait is that of a stream, which the host does not see: no
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...comm.world.world import World
@@ -14,14 +14,15 @@ from ...core.vocabulary.events import InnerExchange
 
 
 @contextmanager
-def inner_exchange(here: World, degree: str, sent_bytes: int) -> Iterator[None]:
+def inner_exchange(here: World, degree: str, sent_bytes: int | Callable[[], int]) -> Iterator[None]:
     """Record the time inside as a wait for the ranks of a degree; of one that succeeded.
 
-    `sent_bytes`: by this rank, of collectives what a ring sends.
+    `sent_bytes`: by this rank, of collectives what a ring sends; or what gives it when all is sent.
     """
     if here.device.type != "cpu":
         yield
         return
     begin = time.monotonic()
     yield
-    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic(), sent_bytes))
+    sent = sent_bytes if isinstance(sent_bytes, int) else sent_bytes()
+    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic(), sent))

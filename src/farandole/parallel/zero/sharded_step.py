@@ -13,6 +13,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -115,19 +116,26 @@ class ShardedStep:
                     works.append((chunk, gather.start(number), is_late))
         self.restore(optimizer)
         for chunk, work, is_late in works:
-            then = functools.partial(self._note_lost, chunk)
+            counted = functools.partial(inner_exchange, reducer.world, "shard", functools.partial(_sent, work))
             if is_late:
-                reducer.late_rows().defer(chunk, work, then)
+                reducer.late_rows().defer(chunk, work, functools.partial(self._has_arrived, chunk, counted))
                 continue
-            with translated(reducer.world, _GATHERING), inner_exchange(reducer.world, "shard", work.sent_bytes):
+            with translated(reducer.world, _GATHERING), counted():
                 work.wait()
-            then()
+            self._note_lost(chunk)
 
     def _views_of(self, parameter: torch.Tensor) -> int:
         """Return how many tensors on its memory there are of ours: rows, and what these are views of."""
         held = self._rows.get(id(parameter))
         has_rows = held is not None and held[1].untyped_storage()._cdata == parameter.untyped_storage()._cdata
         return self._size + 1 + 2 * has_rows
+
+    def _has_arrived(
+        self, chunk: Sequence[torch.Tensor], counted: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Note what a chunk that was late has sent: the wait is the forward pass's."""
+        with counted():
+            self._note_lost(chunk)
 
     def _note_lost(self, chunk: Sequence[torch.Tensor]) -> None:
         for key in map(id, chunk):
@@ -273,3 +281,7 @@ class ShardedStep:
             for key, value in values.items():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
                     values[key] = value[place[0] : place[1]].clone()
+
+
+def _sent(work: BucketWork) -> int:
+    return work.sent_bytes

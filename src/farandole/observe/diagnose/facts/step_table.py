@@ -99,9 +99,9 @@ class StepTable:
         return str(self.records.timelines[0].setup.get(SETUP_FRONT_END) or "")
 
     @property
-    def has_trainer(self) -> bool:
-        """Whether the loop is that of transformers' Trainer."""
-        return self.records.timelines[0].setup.get(SETUP_LOOP) == "transformers"
+    def loop(self) -> str:
+        """Whose loop of torch trains: one of `events.LOOPS`; empty for the script's own."""
+        return str(self.records.timelines[0].setup.get(SETUP_LOOP) or "")
 
     @property
     def wrapper(self) -> str:

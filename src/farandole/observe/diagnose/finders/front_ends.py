@@ -4,8 +4,9 @@ What costs how much is the same whatever trains; what to do about it is not. A f
 for (a plan key that it refuses, an argument of torch's loader or optimizer) becomes its own way to do the same,
 and is left out where there is none.
 
-[Note: a script without fd.init] A model in one of torch's wrappers is recorded without a line in the script. What
-a fix calls there has to come with its import and `fd.init`; a plan's key changes only what `fd.distribute` does.
+[Note: a script without fd.init] A model in one of torch's wrappers is recorded without a line in the script, one
+that calls `fd.init` is not. So what a fix calls there comes with its import and `fd.record`, which also times the
+loader; a plan's key changes only what `fd.distribute` does.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2
+from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2, LIGHTNING, TRAINER
 from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import parse_bytes
 from ..facts.evidence import format_cost
@@ -37,16 +38,16 @@ _RARER_SAVES = re.compile(rf"do {CHECKPOINT} .*, every (\d+) steps")
 _HELD = re.compile(r"with fd\.accumulate\((\(i \+ 1\) % (\d+) > 0)?\):\n    loss\.backward\(\)")
 """The passes that `held_passes` and `find_communication` write."""
 _INIT = "import farandole as fd\nfd.init()"
+_RECORD = "fd.record(model, optimizer, loader)  # before the loop"
 _CALLS_OURS = re.compile(r"^[^#\n]*\bfd\.", re.MULTILINE)
-_IN_ARGUMENTS = "  # arguments of TrainingArguments"
 _RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheckpoint(save_best_only=True)")
 
 
 def in_words_of(finding: Finding, table: StepTable) -> Finding:
     """Return a finding with fixes that its front end knows."""
     front_end = table.front_end
-    if table.has_trainer:
-        named = [_of_trainer(fix, is_stock=bool(table.wrapper)) for fix in finding.fixes]
+    if loop := _LOOPS.get(table.loop):
+        named = [_of_loop(fix, loop, is_stock=bool(table.wrapper)) for fix in finding.fixes]
         return replace(finding, fixes=tuple(filter(None, named)))
     if not front_end:
         return _of_wrapper(finding, table.wrapper) if table.wrapper else finding
@@ -67,22 +68,53 @@ def in_words_of(finding: Finding, table: StepTable) -> Finding:
     return replace(finding, fixes=tuple(fixes))
 
 
-def _of_trainer(fix: Fix, *, is_stock: bool) -> Fix | None:
-    """Return a fix with arguments of transformers' TrainingArguments; None where a Trainer has no place for it."""
+class _Loop(NamedTuple):
+    """What a loop of torch calls its ways to do the same."""
+
+    ours: str
+    """What makes the exchange ours."""
+    saves: str
+    """With the number of steps between two."""
+    holds: str
+    """With the number of passes of a step."""
+    loader: str = ""
+    """Arguments of the loader; empty: the script makes it."""
+    fused: str = ""
+
+
+_IN_ARGUMENTS = "  # arguments of TrainingArguments"
+_LOOPS = {
+    TRAINER: _Loop(
+        "FarandoleTrainer instead of Trainer",
+        f'save_strategy="steps", save_steps={{}}{_IN_ARGUMENTS}',
+        f"gradient_accumulation_steps={{}}{_IN_ARGUMENTS}",
+        _IN_ARGUMENTS,
+        f'optim="adamw_torch_fused"{_IN_ARGUMENTS}',
+    ),
+    LIGHTNING: _Loop(
+        'strategy=FarandoleStrategy() instead of "ddp"',
+        "every_n_train_steps={}  # argument of ModelCheckpoint",
+        "accumulate_grad_batches={}  # argument of Trainer",
+    ),
+}
+
+
+def _of_loop(fix: Fix, loop: _Loop, *, is_stock: bool) -> Fix | None:
+    """Return a fix in the words of a loop; None where it has no place for it."""
     if is_stock and _plan_keys(fix):
-        return replace(fix, what=f"{fix.what}, with FarandoleTrainer instead of Trainer")
+        return replace(fix, what=f"{fix.what}, with {loop.ours}")
     if "fd.Checkpointer" in fix.paste or "fd.prefetch" in fix.paste:
         return None
     if rarer := _RARER_SAVES.search(fix.what):
-        return replace(fix, paste=f'save_strategy="steps", save_steps={rarer[1]}{_IN_ARGUMENTS}')
+        return replace(fix, paste=loop.saves.format(rarer[1]))
     if held := _HELD.match(fix.paste):
-        return replace(fix, paste=f"gradient_accumulation_steps={held[2] or 2}{_IN_ARGUMENTS}")
+        return replace(fix, paste=loop.holds.format(held[2] or 2))
     code, _, of = fix.paste.partition("  # argument")
-    if of.endswith("of the DataLoader"):
+    if loop.loader and of.endswith("of the DataLoader"):
         named = ", ".join(f"dataloader_{each}" for each in code.split(", "))
-        return replace(fix, paste=named.replace("dataloader_batch", "per_device_train_batch") + _IN_ARGUMENTS)
-    if of.endswith(".AdamW") and code == "fused=True":
-        return replace(fix, paste=f'optim="adamw_torch_fused"{_IN_ARGUMENTS}')
+        return replace(fix, paste=named.replace("dataloader_batch", "per_device_train_batch") + loop.loader)
+    if loop.fused and of.endswith(".AdamW") and code == "fused=True":
+        return replace(fix, paste=loop.fused)
     return fix
 
 
@@ -112,14 +144,18 @@ def _wrapped(fix: Fix, wrapper: str) -> Fix:
     if settings:
         call_of_torch = "fully_shard" if wrapper == FSDP2 else wrapper
         what = f"{fix.what}, with fd.distribute instead of {call_of_torch}"
-        return replace(fix, what=what, paste=f"{_INIT}  # instead of {call_of_torch}\n{distribute_by(settings)}")
+        return replace(
+            fix, what=what, paste=f"{_INIT}  # instead of {call_of_torch}\n{distribute_by(settings)}\n{_RECORD}"
+        )
     if fix.paste == "loader = fd.shard(loader)":
         return replace(
             fix, paste="sampler=DistributedSampler(dataset)  # argument of the DataLoader, not shuffle="
         )
     if "fd.prefetch" in fix.paste:
         return replace(fix, paste=f"import farandole as fd\n{fix.paste}")
-    return replace(fix, paste=f"{_INIT}\n{fix.paste}") if _CALLS_OURS.search(fix.paste) else fix
+    if _CALLS_OURS.search(fix.paste):
+        return replace(fix, paste=f"import farandole as fd\n{_RECORD}\n{fix.paste}")
+    return fix
 
 
 def _plan_keys(fix: Fix) -> dict[str, Any]:
