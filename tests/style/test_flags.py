@@ -53,8 +53,8 @@ FLAGS = {
         "--ssh-port", "-H", "-hostfile", "-i", "-n", "-np", "-p", "-x",
     ],
     "emulate": [
-        "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--no-record", "--plan",
-        "--quiet", "--rate", "--rate-between", "--run-dir", "--script", "--set", "--slots",
+        "--as-horovod", "--backend", "--congestion-control", "--hosts", "--json", "--latency", "--no-record",
+        "--plan", "--quiet", "--rate", "--rate-between", "--run-dir", "--script", "--set", "--slots",
     ],
     "estimate": [
         "--batch", "--context", "--device", "--expert", "--find", "--global-batch", "--input", "--json", "--loss",

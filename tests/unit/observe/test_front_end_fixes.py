@@ -187,3 +187,16 @@ def test_time_between_two_batches_is_that_of_callbacks_where_keras_has_the_loop(
         assert "steps_per_execution=8" in found.fixes[0].paste
         assert found.fixes[0].gain == GAIN
     assert told(TENSORFLOW, "other", RARER) == (RARER,), "a loop of the script's own"
+
+
+@pytest.mark.parametrize(
+    ("loop", "paste"),
+    [
+        (TRAINER, "logging_steps=50  # arguments of TrainingArguments"),
+        (LIGHTNING, "log_every_n_steps=50  # argument of Trainer"),
+    ],
+)
+def test_time_in_a_loop_that_is_not_the_users_is_that_of_its_callbacks(loop: str, paste: str) -> None:
+    (found,) = told(loop, "other", Fix("mark it", 'with fd.phase("name"):', GAIN))
+    assert "callbacks" in found.what
+    assert (found.paste, found.gain) == (paste, GAIN)

@@ -59,6 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_plan_options(made)
     add_backend_option(made)
     add_record_option(made)
+    made.add_argument("--as-horovod", action="store_true", help="as that of farandole run")
     made.add_argument("--quiet", action="store_true", help="no progress line and no closing summary of the job")
     made.add_argument("--run-dir", metavar="DIR", help="where to keep the run, as for farandole run")
     made.add_argument("--json", action="store_true", help="print the result as JSON on stdout")
@@ -85,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     changes = parse_script(options.script, options.hosts)
     command = _command(
         options.command, plan_words(options), options.backend, options.run_dir, record=options.record,
-        quiet=options.quiet,
+        quiet=options.quiet, as_horovod=options.as_horovod,
     )  # fmt: skip
     control = options.congestion_control
     choose(control)  # refuse what cannot be had before any host is made
@@ -123,16 +124,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _command(
     words: Sequence[str], plan: Sequence[str], backend: str | None = None, run_dir: str | None = None,
-    *, record: bool = True, quiet: bool = False,
+    *, record: bool = True, quiet: bool = False, as_horovod: bool = False,
 ) -> list[str]:  # fmt: skip
     """Return what host0 starts: a farandole command as it is, any other through ``farandole run``.
 
     `plan` are the options of the plan; what a farandole command says itself goes before them. `backend` is that of
     ``farandole run --backend``, `run_dir` that of the jobs with ``--run-dir``, `record` false ``--no-record``,
-    `quiet` its ``--quiet``.
+    `quiet` and `as_horovod` its options of these names.
     """
     of_run = [
-        *(["--quiet"] if quiet else []), *([] if record else ["--no-record"]),
+        *(["--quiet"] if quiet else []), *(["--as-horovod"] if as_horovod else []),
+        *([] if record else ["--no-record"]),
         *([] if backend is None else ["--backend", backend]),
     ]  # fmt: skip
     of_job = [*plan, *([] if run_dir is None else ["--run-dir", run_dir])]

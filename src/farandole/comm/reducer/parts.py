@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...core.step_model.exchange_keys import ExchangeKeys
-from ...core.vocabulary.codec_spec import AUTO, CodecSpec
+from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog, look
@@ -73,6 +74,7 @@ class ReducerParts:
             shards=self.options.mesh is not None,
             needs_messages=codecs.needs_messages or self.options.mesh is not None,
         )
+        self._say_what_is_exact(route, codecs.requested)
         # Where memory is shared there is nothing to choose.
         is_tuned = self.plan.codec == AUTO and route.route in ("flat", "hierarchical")
         if is_tuned:
@@ -86,6 +88,18 @@ class ReducerParts:
                     self.world, self.plan, route, named, request, model=self.options.model, measures=self.marks
                 )
         codecs.set_default_codec(route, always=is_tuned and route.on_device is None)
+
+    def _say_what_is_exact(self, route: Route, requested: Sequence[str]) -> None:
+        if self.options.mesh is None or route.route != "shared" or self.world.rank:
+            return
+        keys = {"codec": requested, "weight_codec": self.plan.weight_codec != NONE}
+        if named := ", ".join(
+            f"{key} = {getattr(self.plan, key)!r}" for key, is_asked in keys.items() if is_asked
+        ):
+            write_notice(
+                f"{self.options.model}: {named} changes nothing here: at zero = {self.plan.zero} ranks of one "
+                "host exchange exactly, in shared memory"
+            )
 
     def route_of_new_buckets(self) -> Route:
         """Return the route that codec "auto" chose, where it chooses; else the one there is."""

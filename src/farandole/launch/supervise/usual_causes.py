@@ -8,7 +8,7 @@ from ...core.failures.backend_texts import is_out_of_memory
 
 _WITHOUT_GPU = (
     "put if torch.cuda.is_available(): before torch.cuda.set_device(...), and "
-    'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda()'
+    'device = "cuda" if torch.cuda.is_available() else "cpu" instead of .cuda(); leave device_ids out'
 )
 _USUAL = {
     r"doesn't have NCCL built in|ProcessGroupNCCL is only supported with GPUs": (
@@ -17,6 +17,9 @@ _USUAL = {
     ),
     r"Torch not compiled with CUDA enabled|Found no NVIDIA driver|No CUDA GPUs are available|_cuda_setDevice": (
         f"torch sees no GPU here: {_WITHOUT_GPU}"
+    ),
+    r"device_ids and output_device arguments only work": (
+        "DistributedDataParallel takes device_ids and output_device for a GPU: leave them out where there is none"
     ),
     r"terminate called without an active exception": (
         "threads of torch were still at work when the process ended: call "

@@ -219,10 +219,11 @@ def progress_line(row: Mapping[str, Any]) -> str:
     parts = [f"step {row['step']}/{total}" if total else f"step {row['step']}"]
     if row.get("loss") is not None:
         parts.append(f"loss {row['loss']:.4g}")
+    is_start = row["step"] == 1  # of which the length says nothing of those that follow
     for key, unit in (("samples_per_second", "samples/s"), ("tokens_per_second", "tokens/s")):
-        if row.get(key):
+        if row.get(key) and not is_start:
             parts.append(f"{format_rate(row[key])} {unit}")
-    if len(parts) == 1 or (row.get("loss") is not None and len(parts) == 2):
+    if not is_start and (len(parts) == 1 or (row.get("loss") is not None and len(parts) == 2)):
         parts.append(f"{format_seconds(row['seconds'])} a step")
     if row.get("left_seconds"):
         parts.append(f"{format_seconds(row['left_seconds'])} left")

@@ -64,8 +64,10 @@ def find_crowded(table: StepTable) -> list[Finding]:
         fewer = max(1, table.records.size * cores // len(rows))
         all_cores = machine if type(machine) is int else 0
         gain = Gain(seconds, "each rank then has a core of its own; a step then has fewer samples")
+        holds = ", each of which then holds more of the model" if table.records.plan.get("zero") else ""
         fix = Fix(
-            f"start {fewer} rank{'s' * (fewer != 1)}, or use more hosts; larger batches keep the global batch",
+            f"start {fewer} rank{'s' * (fewer != 1)}{holds}, or use more hosts; larger batches keep the global "
+            "batch",
             command_with(table.records, size=fewer),
             gain,
         )

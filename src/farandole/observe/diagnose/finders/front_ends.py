@@ -77,6 +77,7 @@ class _Loop(NamedTuple):
     """With the number of steps between two."""
     holds: str
     """With the number of passes of a step."""
+    logs: str
     loader: str = ""
     """Arguments of the loader; empty: the script makes it."""
     fused: str = ""
@@ -88,6 +89,7 @@ _LOOPS = {
         "FarandoleTrainer instead of Trainer",
         f'save_strategy="steps", save_steps={{}}{_IN_ARGUMENTS}',
         f"gradient_accumulation_steps={{}}{_IN_ARGUMENTS}",
+        f"logging_steps=50{_IN_ARGUMENTS}",
         _IN_ARGUMENTS,
         f'optim="adamw_torch_fused"{_IN_ARGUMENTS}',
     ),
@@ -95,6 +97,7 @@ _LOOPS = {
         'strategy=FarandoleStrategy() instead of "ddp"',
         "every_n_train_steps={}  # argument of ModelCheckpoint",
         "accumulate_grad_batches={}  # argument of Trainer",
+        "log_every_n_steps=50  # argument of Trainer",
     ),
 }
 
@@ -105,6 +108,10 @@ def _of_loop(fix: Fix, loop: _Loop, *, is_stock: bool) -> Fix | None:
         return replace(fix, what=f"{fix.what}, with {loop.ours}")
     if "fd.Checkpointer" in fix.paste or "fd.prefetch" in fix.paste:
         return None
+    if fix.paste.startswith("with fd.phase("):
+        return replace(
+            fix, what="do less in callbacks, and log less often: the loop is the Trainer's", paste=loop.logs
+        )
     if rarer := _RARER_SAVES.search(fix.what):
         return replace(fix, paste=loop.saves.format(rarer[1]))
     if held := _HELD.match(fix.paste):
