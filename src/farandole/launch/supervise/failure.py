@@ -27,7 +27,8 @@ _FROZEN_REMEDY = (
 )
 _LEFT_REMEDY = (
     "every rank has to take part until all are done, also where a sharded model is saved: does only this one "
-    "reach an exit, or a loop's end? A value of one rank (a loss, a KL divergence) ends the loop of all ranks where each asks for farandole.mean(value)"
+    "reach an exit, or a loop's end? A value of one rank (a loss, a KL divergence) ends the loop of all ranks "
+    "where each asks for farandole.mean(value)"
 )
 _LONGER_WAIT = (
     "the others wait for timeout_seconds: give more (--set timeout_seconds=3600, fd.init(timeout_seconds=3600)), "
