@@ -231,7 +231,7 @@ class FarandoleRecorder(Callback):  # type: ignore[misc]
         world().session.recorder.record(Setup({SETUP_LOOP: LIGHTNING}))
         steps = trainer.estimated_stepping_batches
         if isinstance(steps, int) and steps > 0:
-            log(total_steps=steps)
+            log(total_steps=max(1, steps - trainer.global_step))  # those of this process
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Begin the forward pass."""

@@ -91,7 +91,7 @@ def test_runs_that_do_not_say_it_are_refused(tmp_path: Path, capsys: pytest.Capt
         (["--batch-size", "--critical-batch", "0"], "critical batch 0"),
         (["--batch-size", "--critical-batch", "-1"], "critical batch -1"),
         (["--batch-size", "--critical-batch", "nan"], "critical batch nan"),
-        (["--batch-size", "--critical-batch", "many"], "invalid float"),
+        (["--batch-size", "--critical-batch", "many"], "expected a number"),
         (["--batch-size", "--fail-over", "10"], "--fail-over has no effect"),
     ],
 )

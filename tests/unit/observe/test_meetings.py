@@ -82,3 +82,10 @@ def test_no_codec_where_there_is_one_or_bytes_are_few(
     found = diagnose(write_run(tmp_path / "run", plan, sent_bytes))
     (finding,) = [each for each in found.findings if each.kind == "communication"]
     assert [list(fix.changes) for fix in finding.fixes] == [["sync"]]
+
+
+def test_few_meetings_are_not_made_fewer(tmp_path: Path) -> None:
+    for count, changed in ((39, [["codec"]]), (40, [["codec"], ["sync"]])):
+        found = diagnose(write_run(tmp_path / str(count), {"sync": "diloco:H=5"}, meetings=count))
+        (finding,) = [each for each in found.findings if each.kind == "communication"]
+        assert [list(fix.changes) for fix in finding.fixes] == changed, count

@@ -163,7 +163,7 @@ def test_settings_travel_to_the_ranks() -> None:
         (["--budget", "0"], "--budget 0.0: expected a share"),
         (["--budget", "nan"], "--budget nan"),
         (["--budget", "2"], "--budget 2.0"),
-        (["--budget", "x"], "invalid float value"),
+        (["--budget", "x"], "expected a number"),
         (["--trials", "0"], "--trials 0: expected at least 1"),
         (["--steps", "0"], "--steps 0: expected at least 1"),
         (["--settings", "buckets"], "--settings 'buckets': expected some of bucket_bytes,"),

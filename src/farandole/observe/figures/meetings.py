@@ -8,7 +8,7 @@ from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC
 from ..read.timeline_reader import RankTimeline
 from .figures import mean
 
-_FEW_MEETINGS = 20
+FEW_MEETINGS = 20
 """From so many on figures of the loss are known (docs/sync.md)."""
 
 
@@ -23,7 +23,7 @@ def meeting_notes(timelines: Sequence[RankTimeline]) -> list[str]:
     times = f"{count} meeting{'s' * (count != 1)}"
     far = f", where ranks were {mean(apart):.2%} apart from their mean" if apart else ""
     notes = [f"sync {sync}: {times}{far}; this is not the training of one process (docs/sync.md)"]
-    if count < _FEW_MEETINGS:
+    if count < FEW_MEETINGS:
         few = f"{times} {'is' if count == 1 else 'are'} few"
         notes.append(f"warning: {few}: at equal samples expect a higher loss than without sync; take a smaller H")
     return notes

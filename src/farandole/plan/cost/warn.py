@@ -31,7 +31,7 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
         extrapolated = f"the times of {_names(outside)} are extrapolated"
         yield f"{layout.samples:g} samples a pass were not measured; {extrapolated}"
     if all(unit.times is None for unit in profile.units):
-        yield "no unit was measured: computing is what the device's rates say"
+        yield "no unit was measured (plan --measure times them): computing is what the device's rates say"
     presets = _presets(rates)
     if presets:
         yield f"preset, not measured: {_names(presets)}"

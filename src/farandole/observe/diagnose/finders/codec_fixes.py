@@ -32,7 +32,7 @@ PREDICTED = (*CANDIDATES[1:], SPARSE)
 _GAINS = 1.1
 _LOSES = {
     "bf16": "rounds gradients to 16 bits",
-    LOW_RANK: "keeps a matrix of rank 4; what it loses is sent later",
+    LOW_RANK: "keeps a matrix of rank 4, the rest is sent later: compare the loss",
     SPARSE: "sends the largest 1%; the rest is sent later",
 }
 

@@ -17,6 +17,7 @@ from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.events import (
     SETUP_CODEC,
     SETUP_ELEMENTS,
+    SETUP_MEETINGS,
     SETUP_SHARD_WITHIN,
     SETUP_WEIGHT_CODEC,
     SETUP_ZERO,
@@ -25,6 +26,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
+from ...figures.meetings import FEW_MEETINGS
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of, sync_of
@@ -138,7 +140,8 @@ def _exposed(
         fixes += _smaller_meetings(table, seconds)
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    if not sync_of(table).is_server:
+    meetings = table.records.timelines[0].setup.get(SETUP_MEETINGS)
+    if not sync_of(table).is_server and not (type(meetings) is int and meetings // 2 < FEW_MEETINGS):
         fixes.append(less_often(table, seconds))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
