@@ -89,4 +89,4 @@ def test_who_has_a_checkpointer_is_not_told_to_use_one(tmp_path: Path) -> None:
     train(directory=tmp_path, way="checkpointer")
     fixes = pause_of(tmp_path).fixes
     assert not any("fd.Checkpointer(" in fix.paste for fix in fixes), fixes
-    assert [fix.paste for fix in fixes] == ["", 'if_busy="skip"'], fixes
+    assert [fix.paste for fix in fixes] == ["", 'if_busy="skip"  # argument of fd.Checkpointer'], fixes

@@ -69,7 +69,7 @@ class FarandoleCallback(TrainerCallback):  # type: ignore[misc]
         if has_world():
             world().session.recorder.record(Setup({SETUP_LOOP: TRAINER}))
         if has_world() and state.max_steps > 0:
-            log(total_steps=int(state.max_steps - state.global_step))  # those of this process
+            log(total_steps=max(1, int(state.max_steps - state.global_step)))  # those of this process
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any

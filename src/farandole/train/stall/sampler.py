@@ -1,4 +1,9 @@
-"""Where this rank stands: samples of its training thread, and what they mean."""
+"""Where this rank stands: samples of its training thread, and what they mean.
+
+[Note: at work inside backward] A thread that stands inside backward waits for other ranks, or swaps, or waits for
+a disk: the stack is the same. It is at work if no collective was begun since the step began, as torch's groups
+count them, and no frame is of code that may exchange without one. An accelerator's threads are others.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +37,7 @@ _CARRIED_BYTES = 4096
 
 
 class Sampler:
-    """Samples one thread. Every `sample` counts what it has done since the one before.
-
-    [Note: at work inside backward] A thread that stands inside backward waits for other ranks, or swaps, or waits
-    for a disk: the stack is the same. It is at work if no collective was begun since the step began, as torch's
-    groups count them, and no frame is of code that may exchange without one. An accelerator's threads are others.
-    """
+    """Samples one thread. Every `sample` counts what it has done since the one before."""
 
     def __init__(self, thread: int, phases: Sequence[str], *, on_gpu: bool) -> None:
         """`phases` are the names of the announced pauses that are open, as they change."""
