@@ -77,3 +77,16 @@ def test_sharded_states_send_gradients_and_stepped_parameters(tmp_path: Path, se
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     whole = 2 * (2 * 16 * 32 + 32 + 16) * 4  # half of it each way, twice: gradients to owners, parameters to all
     assert summary["sent_bytes_per_step"] == pytest.approx(whole, rel=0.1), "but for padding"
+
+
+@pytest.mark.parametrize(("plan", "keys"), [("zero=3", {"zero": 3}), ("codec='none'", {})])
+def test_a_plan_of_the_script_is_recorded_by_the_keys_that_it_sets(
+    tmp_path: Path, plan: str, keys: dict[str, object]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace("distribute(model, optimizer)", f"distribute(model, optimizer, fd.Plan({plan}))")
+    )
+    done = warm.run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert read_run(tmp_path / "run").script_plan == keys

@@ -49,7 +49,7 @@ from ..train.record import note_wrapper, watch_units, wrapper_of
 from ..train.session import init, shutdown
 
 _KEY = "farandole/unasked/{}"
-_LOOPS = {"transformers.trainer": TRAINER, "lightning.pytorch.": LIGHTNING, "pytorch_lightning.": LIGHTNING}
+_LOOPS = {"transformers.trainer": TRAINER, "lightning.pytorch.": LIGHTNING}
 """By the beginning of their modules' names."""
 _MOST_STEPS = 64
 """Steps in which the optimizer of a model is looked for."""
@@ -130,8 +130,10 @@ class _FirstForward:
         return reduce_to_nothing()
 
     def __call__(self, model: nn.Module, arguments: Any) -> None:
-        is_training = getattr(model, "module", model).training  # Lightning leaves the wrapper as it evaluates
-        if torch.compiler.is_compiling() or not (is_training and torch.is_grad_enabled()):
+        inner = (
+            model.module if isinstance(model, DistributedDataParallel) else model
+        )  # Lightning forgets the wrapper
+        if torch.compiler.is_compiling() or not (inner.training and torch.is_grad_enabled()):
             return
         with suppress(Exception):
             hooks = model._forward_pre_hooks

@@ -94,7 +94,7 @@ def distribute(
     optimizers: list[Optimizer] = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
     refuse_wrong_kinds(model, optimizers, _plans)
     device = device_of(list(model.parameters()))
-    plan = resolve_plan(plan).with_bucket_bytes(on_device=has_streams(device))
+    given, plan = plan, resolve_plan(plan).with_bucket_bytes(on_device=has_streams(device))
     sync = _read_sync(here, plan, has_policy=make_policy is not None)
     if read_elastic_settings() is not None:
         refuse_elastic(plan)
@@ -111,7 +111,7 @@ def distribute(
     ask_balance(here, plan)
     if here.size > 1 and not (_is_whole(mesh, plan) and sync.exchanges_gradients):
         check_division(mesh, model, optimizers, plan)
-    predicted = PredictedFacts(here, model, optimizers, plan)
+    predicted = PredictedFacts(here, model, optimizers, plan, given)
     recomputed = modules_to_recompute(model, plan.recompute)
     cast = prepare_precision(model, plan.precision, narrow=plan.bf16_parameters)
     if plan.bf16_parameters:

@@ -181,8 +181,10 @@ def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[st
         ("run --dry-run --on slurm -np 4 --time 5 --warn-before 600 -- train.py", "the job ends after 300 s"),
         ("run --dry-run --on slurm -np 4 --priority abc -- train.py", "expected a number from 0, or TOP"),
         ("run --dry-run --on kubernetes --image= -np 4 -- train.py", "--image '': expected a name"),
-        ("run --dry-run --on mpi --hostfile nothere -np 4 -- train.py", "cannot read host file nothere"),
-        ("run --dry-run --on mpi -np 5 -H a:2,b:2 -- train.py", "lower -np, or add slots to a, b"),
+        (
+            "run --dry-run --on mpi --hostfile nothere -np 4 -- train.py",
+            "--hostfile nothere: there is no such file",
+        ),
         ("verify -np 2", "for example: farandole verify -np 2"),
         ("explain train.py", "(at line 1, column 8); farandole plan ... --out FILE writes one"),
         ("plan train.py:m --cluster train.py --gpus 2", "farandole measure --out cluster.toml writes one"),

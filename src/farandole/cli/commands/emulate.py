@@ -153,7 +153,9 @@ def _command(
                 f"emulate: {of_job[0]} is for a job, and `{' '.join(command[:2])}` starts none with a plan",
                 remedy="leave it out, or start farandole run, verify or tune",
             )
-        takers = ["run", "tune"] if of_run[:1] == ["--backend"] else ["run"]
+        takers = {"--backend": ["run", "tune"], "--as-horovod": ["run", "verify"]}.get(
+            " ".join(of_run[:1]), ["run"]
+        )
         if of_run and "".join(command[1:2]) not in takers:
             raise ConfigError(
                 f"emulate: {of_run[0]} is for farandole run, and `{' '.join(command[:2])}` has no such option",

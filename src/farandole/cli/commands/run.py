@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.environ.env import BACKEND, RECORD, VERBOSE, inherited_environment
-from ...core.environ.job_plan import refuse_elastic
+from ...core.environ.job_plan import read_plan, refuse_elastic
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
@@ -37,8 +37,8 @@ from ..options.job_options import (
     add_backend_option,
     add_job_options,
     add_record_option,
-    read_job_plan,
     read_request,
+    refuse_plan,
 )
 from ..options.scheduler_options import add_scheduler_options, read_submission, refuse_without_scheduler
 
@@ -165,9 +165,9 @@ def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ...launch.schedulers.submission import submit
 
     spec = read_submission(options, arguments)
-    in_image = (path for path in (options.plan, options.config_file) if path and options.on == "kubernetes")
-    if all(map(os.path.exists, in_image)):
-        read_job_plan(options, read_settings(options))  # refused here, and not in the queue
+    if options.plan is None or options.on != "kubernetes":  # whose file of a plan is in its image
+        plan = read_plan(options.plan, options.settings)  # refused here, and not in the queue
+        refuse_plan(plan, spec.size or (spec.nodes or 0) * (spec.gpus_per_node or 0) or None)
     return submit(options.on, spec, output_format=options.output_format, dry_run=options.dry_run)
 
 

@@ -76,7 +76,8 @@ def read_request(
     settings = settings or HorovodSettings()
     check_size(options.size)
     command = read_command(options.command, starter=starter)
-    plan = read_job_plan(options, settings)
+    plan = read_plan(options.plan, options.settings, settings.plan)
+    refuse_plan(plan, options.size)  # before ranks start
     return JobRequest(
         command, plan, options.size,
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,
@@ -84,10 +85,8 @@ def read_request(
     )  # fmt: skip
 
 
-def read_job_plan(options: argparse.Namespace, settings: HorovodSettings) -> Plan | None:
-    """Return the plan of a job's line. Raises `ConfigError` for one that so many ranks cannot have."""
-    plan = read_plan(options.plan, options.settings, settings.plan)
-    if plan is not None and options.size is not None:
-        degrees = degrees_of(plan, options.size)
+def refuse_plan(plan: Plan | None, size: int | None) -> None:
+    """Raise `PlanError` for a plan that so many ranks cannot have. `size`: None where it is not known."""
+    if plan is not None and size is not None:
+        degrees = degrees_of(plan, size)
         refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
-    return plan

@@ -92,7 +92,8 @@ class ReducerParts:
     def _say_what_is_exact(self, route: Route, requested: Sequence[str]) -> None:
         if self.options.mesh is None or route.route != "shared" or self.world.rank:
             return
-        keys = {"codec": requested, "weight_codec": self.plan.weight_codec != NONE}
+        of_codec = "codec" if self.plan.codec != NONE else "codec_for"
+        keys = {of_codec: requested, "weight_codec": self.plan.weight_codec != NONE}
         if named := ", ".join(
             f"{key} = {getattr(self.plan, key)!r}" for key, is_asked in keys.items() if is_asked
         ):

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from ...core.environ.env import set_variables
 from ...core.vocabulary.errors import ConfigError
-from ..job.host_list import parse_hosts, read_hostfile
-from ..job.placement import assign_ranks
 from .child import need_command, run_child
 from .submission import SubmitSpec
 
@@ -49,10 +47,10 @@ def _mpirun(spec: SubmitSpec) -> list[str]:
             f"{spec.run_options[0]} has no meaning with --on mpi: mpirun starts the script itself",
             remedy="leave it out, or use --on slurm or -H without --on",
         )
-    if all(":" in host for host in spec.options.get("hosts", "one").split(",")):  # mpirun takes bare names too
-        assign_ranks(parse_hosts(spec.options["hosts"]), spec.size)
-    if "hostfile" in spec.options:
-        read_hostfile(Path(spec.options["hostfile"]))
+    if "hostfile" in spec.options and not Path(spec.options["hostfile"]).is_file():
+        raise ConfigError(
+            f"--hostfile {spec.options['hostfile']}: there is no such file", remedy="name mpirun's file"
+        )
     words = ["mpirun", "-np", str(spec.size)]
     if os.geteuid() == 0:
         words.append("--allow-run-as-root")

@@ -70,7 +70,7 @@ def _typed(spec: SubmitSpec) -> dict[str, str]:
     found["partition"] = found["partition"] or queue
     limit = _limit_seconds(found["time"])
     priority = found["priority"]
-    if not (priority is None or priority.isdecimal() or priority == "TOP"):
+    if not (priority is None or priority.isdecimal() or priority.upper() == "TOP"):
         raise ConfigError(f"--priority {priority}: expected a number from 0, or TOP")
     seconds = spec.word("warn-before")
     if seconds is not None and limit is not None and seconds.isdecimal() and int(seconds) >= limit:
@@ -87,7 +87,7 @@ def _typed(spec: SubmitSpec) -> dict[str, str]:
 
 def _limit_seconds(time: str | None) -> int | None:
     """Return the seconds of a time limit as sbatch reads it; None where there is none."""
-    if time is None or time.upper() in ("UNLIMITED", "INFINITE"):
+    if time is None or time.upper() in ("0", "-1", "UNLIMITED", "INFINITE"):
         return None
     found = _TIME.fullmatch(time)
     if found is None:

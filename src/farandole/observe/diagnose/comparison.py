@@ -37,6 +37,12 @@ _FACTS = ("commit", "cores", "size", "congestion_control")
 Outcome = Literal["faster", "slower", "no difference", "unknown"]
 
 
+_WHAT_CAME = {
+    "no difference": "no difference beyond noise came of it",
+    "unknown": "too few steps tell what it saved",
+}
+
+
 @dataclass(frozen=True)
 class Change:
     """A figure in both runs, and its 95 % interval of the difference (second less first)."""
@@ -102,11 +108,7 @@ class Comparison:
                 lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
         for promise in self.promises:
             promised, saved = format_seconds(promise.promised_seconds), format_seconds(promise.saved_seconds)
-            came = (
-                f"it saved {saved}"
-                if self.outcome in ("faster", "slower")
-                else "no difference beyond noise came of it"
-            )
+            came = _WHAT_CAME.get(self.outcome, f"it saved {saved}")
             text = f"promised for A: {promise.what}: saves about {promised} a step; {came}"
             lines += _wrap(text, "    ")
         for label, check in zip("AB", self.predictions, strict=True):

@@ -54,17 +54,17 @@ class RunRecords:
     def plan(self) -> Mapping[str, Any]:
         """The plan as it was applied, or nothing."""
         plan = self.facts.get("plan")
-        return {**(plan if isinstance(plan, dict) else {}), **self.script_plan}
+        return {**(plan if isinstance(plan, dict) else {}), **(self.script_plan or {})}
 
     @property
-    def script_plan(self) -> Mapping[str, Any]:
-        """The keys that a plan in the script sets; the command of such a run can give none."""
+    def script_plan(self) -> Mapping[str, Any] | None:
+        """The keys that a plan in the script sets, if it has one: the command of such a run can give none."""
         text = self.timelines[0].setup.get(SETUP_PLAN) if self.timelines else None
         try:
-            keys = json.loads(text) if isinstance(text, str) else {}
+            keys = json.loads(text) if isinstance(text, str) else None
         except ValueError:
-            return {}
-        return keys if isinstance(keys, dict) else {}
+            return None
+        return keys if isinstance(keys, dict) else None
 
 
 def read_run(

@@ -104,6 +104,8 @@ class StepBuilder:
             each = self._inner.pop()
             if phase.name != EVALUATION:  # what is exchanged in it is no part of training
                 self._add_inner(each, phase.name)
+            elif each.degree == "shard":  # but for stepped parameters that arrive there
+                self._inner_bytes += each.sent_bytes
         if len(self._phases) < PHASES_KEPT:
             self._phases.append(phase)
         else:

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.device.accelerator import peak_bytes
-from ...comm.device.streams import has_streams
 from ...comm.world.world import World
 from ...core.environ.env import read_run_settings
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
@@ -27,16 +26,21 @@ from ...core.vocabulary.spec import Plan
 class PredictedFacts:
     """The facts of one model; made before it is divided."""
 
-    def __init__(self, here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    def __init__(
+        self, here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, given: Plan | None
+    ) -> None:
+        """`given`: the plan that the script gave, if it did."""
         self._here = here
         self._predicted = json.dumps(dict(plan.predicted)) if plan.predicted else ""
         self._other_bytes = _other_bytes(here, model, optimizers) if self._predicted else None
-        self._of_script = _keys_of_script(here, plan)
+        is_scripts = given is not None and read_run_settings().plan_file is None
+        keys = {name: value for name, (value, _) in given.differences(Plan()).items()} if given is not None else {}
+        self._of_script = json.dumps(keys) if is_scripts else ""
 
     def note(self) -> None:
         """Record them, when the model is divided: what dividing it took is not the training's."""
         if self._of_script:
-            self._here.session.recorder.record(events.Setup({events.SETUP_PLAN: json.dumps(self._of_script)}))
+            self._here.session.recorder.record(events.Setup({events.SETUP_PLAN: self._of_script}))
         if self._predicted:
             facts: dict[str, events.SetupValue] = {
                 events.SETUP_PREDICTED: self._predicted,
@@ -44,14 +48,6 @@ class PredictedFacts:
                 events.SETUP_PEAK_BEFORE: peak_of(self._here)(),
             }
             self._here.session.recorder.record(events.Setup(facts))
-
-
-def _keys_of_script(here: World, plan: Plan) -> dict[str, object]:
-    """Return what `plan` sets, where the script gave it and the command none."""
-    if read_run_settings().plan_file is not None:
-        return {}
-    usual = Plan().with_bucket_bytes(on_device=has_streams(here.device))
-    return {name: value for name, (value, _) in plan.differences(usual).items()}
 
 
 def peak_of(here: World) -> Callable[[], int | None]:

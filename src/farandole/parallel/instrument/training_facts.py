@@ -9,7 +9,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,6 @@ def note_optimizer(here: World, optimizer: Optimizer) -> None:
     """Record how the optimizer that counts the steps computes."""
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
     parameters = [each for other in optimizer.param_groups for each in other["params"]]
-    trained = [each for each in parameters if each.requires_grad]
     facts_of(here).note(
         {
             events.SETUP_OPTIMIZER: type(optimizer).__name__,
@@ -113,10 +112,18 @@ def note_optimizer(here: World, optimizer: Optimizer) -> None:
             events.SETUP_MOMENTUM: bool(group["momentum"]) if "momentum" in group else None,
             events.SETUP_TENSORS: len(parameters),
             events.SETUP_ELEMENTS: sum(each.numel() for each in parameters),
-            events.SETUP_CODABLE: sum(each.numel() for each in trained if can_have(each, _OF_ELEMENTS))
-            / max(1, sum(each.numel() for each in trained)),
+            events.SETUP_CODABLE: _codable_share(parameters),
         }
     )
+
+
+def _codable_share(parameters: Sequence[torch.Tensor]) -> float | None:
+    """Return the share that codecs take; None of FSDP1's flat parameters, whose matrices are not seen."""
+    trained = [each for each in parameters if each.requires_grad]
+    if any(type(each).__name__ == "FlatParameter" or hasattr(each, "_fsdp_flattened") for each in trained):
+        return None
+    coded = sum(each.numel() for each in trained if can_have(each, _OF_ELEMENTS))
+    return coded / max(1, sum(each.numel() for each in trained))
 
 
 def _count(value: Any) -> int | None:

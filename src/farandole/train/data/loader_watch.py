@@ -89,15 +89,17 @@ def _draw(
 ) -> Any:
     """Draw a batch and record the wait, unless `fd.prefetch` does. `kept`: see [Note: one batch ahead]."""
     begin, cpu = time.monotonic(), time.thread_time()
-    batch = None
+    batch, is_drawn = None, False
+    if getattr(iterator, "_num_yielded", 1) == 0:
+        kept.pop(_DRAWN, None)  # of an epoch that was left in its midst
     try:
-        batch = draw(iterator)
+        batch, is_drawn = draw(iterator), True
         return batch
     finally:
         samples = samples_of(batch)
         if caller.f_globals.get("__name__") == _AHEAD:  # the last batch is trained on when there are no more
             samples, kept[_DRAWN] = kept.get(_DRAWN, 0), samples
-        if is_counted and (batch is not None or samples) and has_world() and torch.is_grad_enabled():
+        if is_counted and (is_drawn or samples) and has_world() and torch.is_grad_enabled():
             used = time.thread_time() - cpu
             if hasattr(iterator, "_num_workers"):
                 note_workers(world(), iterator._num_workers)

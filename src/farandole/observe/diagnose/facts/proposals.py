@@ -31,7 +31,7 @@ def command_with(
     under ``farandole run``. A script with a plan of its own gets its line with the keys in it: it takes no other.
     """
     facts, settings = records.facts, settings or {}
-    if settings and records.script_plan:
+    if settings and records.script_plan is not None:
         return distribute_by({**records.script_plan, **settings})
     typed = _words(facts.get("typed_command"))
     command = _words(facts.get("command")) or _script_of(records) or ["python", "train.py"]

@@ -131,7 +131,8 @@ def _exposed(
                 )
     elif sync_of(table).is_server:
         title = f"the ranks wait for their servers and for each other: {format_cost(seconds, share)}"
-        evidence.append(f'plan: sync = "{sync_of(table).to_text()}"')
+        sent = mean([float(sum(each.sent_bytes for each in row.exchanges)) for own in table.rows for row in own])
+        evidence.append(f'plan: sync = "{sync_of(table).to_text()}"; a rank sends {format_bytes(sent)} a step')
     elif not sync_of(table).is_every_step:
         title = f"the ranks wait for their meetings: {format_cost(seconds, share)}"
         evidence.append(

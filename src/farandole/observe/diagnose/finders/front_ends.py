@@ -46,7 +46,12 @@ _RARER_CALLBACKS = Fix("save on rank 0 alone, and not in every epoch: ModelCheck
 def in_words_of(finding: Finding, table: StepTable) -> Finding:
     """Return a finding with fixes that its front end knows."""
     front_end = table.front_end
-    if loop := _LOOPS.get(table.loop):
+    if (loop := _LOOPS.get(table.loop)) and finding.kind == "other":
+        cost = format_cost(finding.seconds, finding.share)
+        title = f"callbacks, and the loop of {table.loop}, between two steps take {cost}"
+        evidence = tuple(each for each in finding.evidence if "fd.shard" not in each)
+        return replace(finding, title=title, evidence=evidence, fixes=(Fix("do less in callbacks and for logs"),))
+    if loop:
         named = [_of_loop(fix, loop, is_stock=bool(table.wrapper)) for fix in finding.fixes]
         return replace(finding, fixes=tuple(filter(None, named)))
     if not front_end:
@@ -77,10 +82,11 @@ class _Loop(NamedTuple):
     """With the number of steps between two."""
     holds: str
     """With the number of passes of a step."""
-    logs: str
     loader: str = ""
     """Arguments of the loader; empty: the script makes it."""
     fused: str = ""
+    is_data_alone: bool = False
+    """Whether what makes the exchange ours shards nothing."""
 
 
 _IN_ARGUMENTS = "  # arguments of TrainingArguments"
@@ -89,7 +95,6 @@ _LOOPS = {
         "FarandoleTrainer instead of Trainer",
         f'save_strategy="steps", save_steps={{}}{_IN_ARGUMENTS}',
         f"gradient_accumulation_steps={{}}{_IN_ARGUMENTS}",
-        f"logging_steps=50{_IN_ARGUMENTS}",
         _IN_ARGUMENTS,
         f'optim="adamw_torch_fused"{_IN_ARGUMENTS}',
     ),
@@ -97,21 +102,22 @@ _LOOPS = {
         'strategy=FarandoleStrategy() instead of "ddp"',
         "every_n_train_steps={}  # argument of ModelCheckpoint",
         "accumulate_grad_batches={}  # argument of Trainer",
-        "log_every_n_steps=50  # argument of Trainer",
+        is_data_alone=True,
     ),
 }
 
 
 def _of_loop(fix: Fix, loop: _Loop, *, is_stock: bool) -> Fix | None:
     """Return a fix in the words of a loop; None where it has no place for it."""
-    if is_stock and _plan_keys(fix):
+    keys = _plan_keys(fix)
+    if "accumulate" in keys:
+        return replace(fix, paste=loop.holds.format(keys["accumulate"]), changes={})
+    if is_stock and keys:
+        if loop.is_data_alone and {"zero", "weight_codec"} & {*keys}:
+            return None
         return replace(fix, what=f"{fix.what}, with {loop.ours}")
     if "fd.Checkpointer" in fix.paste or "fd.prefetch" in fix.paste:
         return None
-    if fix.paste.startswith("with fd.phase("):
-        return replace(
-            fix, what="do less in callbacks, and log less often: the loop is the Trainer's", paste=loop.logs
-        )
     if rarer := _RARER_SAVES.search(fix.what):
         return replace(fix, paste=loop.saves.format(rarer[1]))
     if held := _HELD.match(fix.paste):
