@@ -87,7 +87,7 @@ def test_a_slow_link_its_price_and_the_gain_of_a_codec(tmp_path: Path) -> None:
     assert (plain.bound, first.phase, first.ranks) == ("communication", "exchange", ()), to_text(plain)
     wire = (BYTES - burst_bytes(100e6)) / BYTES_PER_SECOND
     assert on_the_wire(plain) == pytest.approx(wire, rel=0.15), to_text(plain)
-    gain = next(fix.gain for fix in first.fixes if "codec=bf16" in fix.paste)
+    gain = next(fix.gain for fix in first.fixes if "codec='bf16'" in fix.paste)
     assert gain is not None
     # Where the step gets shorter is the wire: other programs make computing longer in one run and not in another.
     assert gain.seconds == pytest.approx(on_the_wire(plain) - on_the_wire(half), rel=0.15), to_text(half)

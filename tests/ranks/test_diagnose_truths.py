@@ -239,7 +239,7 @@ def test_buckets_that_are_too_small_and_what_larger_ones_save(tmp_path: Path) ->
     small, large = found["small"], found["large"]
     first = small.findings[0]
     assert (small.bound, first.kind, first.ranks) == ("communication", "small-buckets", ()), to_text(small)
-    assert "--set bucket_bytes=" in first.fixes[0].paste
+    assert "bucket_bytes=" in first.fixes[0].paste
     assert "small-buckets" not in {finding.kind for finding in large.findings}, to_text(large)
     assert small.step_seconds is not None
     assert large.step_seconds is not None
