@@ -43,8 +43,12 @@ def diagnosed(
     facts: Mapping[str, Any] | None = None,
     stepping: float = 0.005,
     setup: Mapping[str, Any] | None = None,
+    gap: float = 0.0,
 ) -> Diagnosis:
-    """Diagnose pipelines with 30 ms a micro-batch; `slow`: by rank, times as long. Ranks of a stage follow."""
+    """Diagnose pipelines with 30 ms a micro-batch; `slow`: by rank, times as long. Ranks of a stage follow.
+
+    `gap`: seconds in no phase before each action.
+    """
     directory.mkdir()
     if facts is not None:
         (directory / "run.json").write_text(json.dumps({"version": 1, **facts}))
@@ -70,7 +74,7 @@ def diagnosed(
                     if first > at:
                         writer.record(Phase(PIPELINE_WAIT, at, first))
                     action = span.action
-                    writer.record(PipelineAction(action.stage, action.kind, action.micro_batch, first, last))
+                    writer.record(PipelineAction(action.stage, action.kind, action.micro_batch, first + gap, last))
                     at = last
             writer.record(Exchange((at,), at, end + 0.002, 0, ()))
             writer.record(Phase(OPTIMIZER, end + 0.002, end + 0.002 + stepping))
@@ -126,3 +130,8 @@ def test_more_micro_batches_are_promised_less_what_they_cost(
     assert bool(fix.paste) is (promise is not None)
     if fix.gain is not None:
         assert fix.gain.seconds == pytest.approx(promise, rel=0.05)
+
+
+def test_what_a_schedule_does_between_its_actions_is_no_code_of_the_script(tmp_path: Path) -> None:
+    found = diagnosed(tmp_path / "run", 2, 1, {}, gap=0.004)
+    assert "other" not in {each.kind for each in found.findings}, found.verdict

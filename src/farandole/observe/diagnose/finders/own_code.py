@@ -5,13 +5,24 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from ....core.vocabulary.events import BACKWARD, DATA, EXCHANGE, FORWARD, LOSS, OPTIMIZER, OTHER, Phase
+from ....core.vocabulary.events import (
+    BACKWARD,
+    DATA,
+    EXCHANGE,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    OTHER,
+    PIPELINE_WAIT,
+    Phase,
+)
 from ....core.vocabulary.units import format_seconds
 from ...figures.figures import low_median, mean
 from ...format.rows import StepRow
 from ..facts.evidence import confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.step_table import StepTable, has_phases
+from ..pipeline_waits import is_pipeline
 
 _LEAST_SHARE = 0.05
 """Fraction of a step: every loop has some code of its own."""
@@ -20,7 +31,9 @@ _BEGIN = "begin"
 _NAMES: Mapping[str, str] = {
     _BEGIN: "the previous optimizer.step()", DATA: "the batch", FORWARD: "forward", LOSS: "the loss",
     BACKWARD: "backward", EXCHANGE: "backward", OPTIMIZER: "optimizer.step()",
+    PIPELINE_WAIT: "the pipeline's wait",
 }  # fmt: skip
+_IN_STEP = frozenset((FORWARD, LOSS, BACKWARD, EXCHANGE, PIPELINE_WAIT))
 
 Place = tuple[str, str]
 """The phases before and after it, as a user knows them."""
@@ -36,6 +49,8 @@ def find_own_code(table: StepTable) -> list[Finding]:
     if len(table.rows) > 1 and not table.sees_exchanges:
         # Whatever exchanges the gradients may be waited for there.
         places = {place: spent for place, spent in places.items() if place[0] != BACKWARD}
+    if is_pipeline(table):  # between what `fd.step` does of a schedule no code of the script runs
+        places = {place: spent for place, spent in places.items() if not _IN_STEP.issuperset(place)}
     seconds = min(statistics.median(by_step), mean(by_step), sum(places.values()))
     share = seconds / table.step_seconds
     if share < _LEAST_SHARE:
