@@ -14,7 +14,6 @@ from ...core.vocabulary.events import (
     OPTIMIZER,
     SETUP_BATCH,
     SETUP_OPTIMIZER,
-    SETUP_PIPELINE,
     SETUP_PIPELINE_RANK,
 )
 from ...core.vocabulary.rank_lists import name_ranks
@@ -25,11 +24,6 @@ from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from .facts.finding import Finding, Fix, Gain
 from .facts.proposals import command_with
 from .facts.step_table import StepTable
-
-
-def is_pipeline(table: StepTable) -> bool:
-    """Return whether the ranks form pipelines."""
-    return any(timeline.setup.get(SETUP_PIPELINE) for timeline in table.records.timelines)
 
 
 def find_pipeline(table: StepTable) -> list[Finding]:

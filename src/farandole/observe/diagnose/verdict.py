@@ -18,7 +18,7 @@ from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
 from .facts.finding import OUTSIDE, Diagnosis, Finding, Fix
 from .facts.proposals import is_taken
-from .facts.step_table import StepTable, has_phases, make_step_table
+from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
 from .failed_saves import failed_saves
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
@@ -32,7 +32,7 @@ from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
 from .inner_exchanges import find_inner
-from .pipeline_waits import find_pipeline, is_pipeline
+from .pipeline_waits import find_pipeline
 from .unequal_experts import find_experts, unequal_experts
 
 BOUND_SHARE = 0.1

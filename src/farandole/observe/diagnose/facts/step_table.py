@@ -19,6 +19,7 @@ from ....core.vocabulary.events import (
     OTHER,
     SETUP_FRONT_END,
     SETUP_LOOP,
+    SETUP_PIPELINE,
     SETUP_WRAPPER,
     STEP_PHASES,
     UNDIVIDED,
@@ -168,6 +169,11 @@ def route_of(table: StepTable) -> str:
     """Return what the newest buckets travelled by; empty where nothing tells."""
     layouts = [records.layouts[-1][1] for records in table.records.timelines if records.layouts]
     return layouts[0].route if layouts else ""
+
+
+def is_pipeline(table: StepTable) -> bool:
+    """Return whether the ranks form pipelines."""
+    return any(timeline.setup.get(SETUP_PIPELINE) for timeline in table.records.timelines)
 
 
 def has_phases(rows: Sequence[Sequence[StepRow]]) -> bool:

@@ -21,8 +21,7 @@ from ...figures.figures import low_median, mean
 from ...format.rows import StepRow
 from ..facts.evidence import confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.step_table import StepTable, has_phases
-from ..pipeline_waits import is_pipeline
+from ..facts.step_table import StepTable, has_phases, is_pipeline
 
 _LEAST_SHARE = 0.05
 """Fraction of a step: every loop has some code of its own."""
