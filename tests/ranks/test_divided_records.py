@@ -79,6 +79,18 @@ def test_sharded_states_send_gradients_and_stepped_parameters(tmp_path: Path, se
     assert summary["sent_bytes_per_step"] == pytest.approx(whole, rel=0.1), "but for padding"
 
 
+@pytest.mark.parametrize("setting", ["codec=int8", "weight_codec=int8", 'codec_for={"*"="int8"}'])
+def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting: str) -> None:
+    (tmp_path / "train.py").write_text(
+        SCRIPT.replace("16, 32", "64, 64").replace("32, 16", "64, 64").replace(", 16)", ", 64)")
+    )
+    options = ("-np", "2", "--run-dir", "run", "--set", "zero=1", "--set", setting)
+    done = warm.run(tmp_path, "run", *options, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if "changes nothing here: at zero = 1" in line]
+    assert f"{setting.partition('=')[0]} = " in line
+
+
 @pytest.mark.parametrize(("plan", "keys"), [("zero=3", {"zero": 3}), ("codec='none'", {})])
 def test_a_plan_of_the_script_is_recorded_by_the_keys_that_it_sets(
     tmp_path: Path, plan: str, keys: dict[str, object]

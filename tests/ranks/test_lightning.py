@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.core.vocabulary.events import DDP, LIGHTNING, SETUP_LOOP, SETUP_WRAPPER
 from farandole.observe.read.run_reader import read_run
+from tests import warm
 from tests.ranks.front_ends import play_both
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is missing")
@@ -54,3 +56,38 @@ def test_the_fits_are_recorded(played: tuple[dict[str, Any], dict[str, Any], Pat
     assert all(row.loss is not None for row in rows[1:6])
     unwatched = {phase.name for row in rows[6:10] for phase in row.phases}  # without the callback
     assert {"data", "forward", "backward", "optimizer"} <= unwatched
+
+
+STOCK = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader, TensorDataset
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 1)
+    def training_step(self, batch, number):
+        return (self.layer(batch[0]) - batch[1]).square().mean()
+    def validation_step(self, batch, number):
+        pass
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+loader = DataLoader(TensorDataset(torch.randn(80, 6), torch.randn(80, 1)), batch_size=4)
+Trainer(
+    accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+).fit(Module(), loader, loader)
+"""
+
+
+def test_a_stock_fit_by_ddp_is_recorded_unasked(tmp_path: Path) -> None:
+    """The wrapper is left in evaluation mode by the check of the validation loop."""
+    (tmp_path / "train.py").write_text(STOCK)
+    done = warm.run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", "python", "train.py", timeout=100)
+    assert done.returncode == 0, done.stderr
+    timeline = read_run(tmp_path / "run").timelines[0]
+    assert (timeline.setup[SETUP_LOOP], timeline.setup[SETUP_WRAPPER]) == (LIGHTNING, DDP)
+    assert len(timeline.steps) >= 8, "of 10"
+    assert all(len(row.exchanges) == 1 for row in timeline.steps)

@@ -130,9 +130,8 @@ class _FirstForward:
         return reduce_to_nothing()
 
     def __call__(self, model: nn.Module, arguments: Any) -> None:
-        inner = (
-            model.module if isinstance(model, DistributedDataParallel) else model
-        )  # Lightning forgets the wrapper
+        # What is in DDP, as Lightning switches that alone between evaluation and training.
+        inner = model.module if isinstance(model, DistributedDataParallel) else model
         if torch.compiler.is_compiling() or not (inner.training and torch.is_grad_enabled()):
             return
         with suppress(Exception):

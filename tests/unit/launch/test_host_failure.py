@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.ssh.link.host_failure import why_hung_up
@@ -98,9 +99,12 @@ def test_torchs_own_words_have_a_remedy() -> None:
         whole = torch.ones(4)
         with pytest.raises(RuntimeError) as mixed:
             distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)]) + whole
+        with pytest.raises(ValueError, match="device_ids") as placed:
+            DistributedDataParallel(nn.Linear(2, 2), device_ids=[0])
     finally:
         dist.destroy_process_group()
     assert "full_tensor() to the loss" in remedy_of(str(mixed.value)), f"{mixed.value}"
+    assert "leave them out where there is none" in remedy_of(str(placed.value)), f"{placed.value}"
 
 
 def test_errors_of_memory_say_the_limit_and_what_needs_less() -> None:

@@ -112,6 +112,35 @@ def test_bad_input_is_refused_in_one_line(words: list[str], text: str) -> None:
     assert err.count("\n") == 1 or "\n#SBATCH" in words[-1]
 
 
+@pytest.mark.parametrize("time", ["0", "-1", "unlimited", "1-0", "1-2:30", "11", "10:01", "0:10:01"])
+def test_a_warning_within_the_limit_is_taken_in_each_of_slurms_spellings(time: str) -> None:
+    words = ["--on", "slurm", "-np", "2", f"--time={time}", "--warn-before", "600", "--priority", "top"]
+    code, out, err = call("run", "--dry-run", *words, "--", "python", "train.py")
+    assert code == 0, err
+    assert f"#SBATCH --time={time}\n" in out
+
+
+@pytest.mark.parametrize("time", ["10", "10:00", "0:10:00", "0-0:10"])
+def test_a_warning_that_is_no_earlier_than_the_job_is_refused(time: str) -> None:
+    words = ["--on", "slurm", "-np", "2", "--time", time, "--warn-before", "600"]
+    code, _, err = call("run", "--dry-run", *words, "--", "python", "train.py")
+    assert code == 2
+    assert "the job ends after 600 s" in err
+
+
+def test_interfaces_of_nodes_are_not_looked_for_here() -> None:
+    words = ["--on", "slurm", "-np", "2", "--set", "zero=1", "--network-interfaces", "ib77"]
+    code, out, err = call("run", "--dry-run", *words, "--", "python", "train.py")
+    assert code == 0, err
+    assert "ib77" in out
+
+
+def test_a_plan_in_the_image_is_not_looked_for_here() -> None:
+    words = ["--on", "kubernetes", "--image", "i", "-np", "2", "--plan", "in-the-image.toml"]
+    code, _, err = call("run", "--dry-run", *words, "--", "python", "train.py")
+    assert code == 0, err
+
+
 def test_no_cluster_of_kubernetes_is_asked() -> None:
     code, _, err = call("run", "--on", "kubernetes", "-np", "2", "--image", "i", "--", "python", "train.py")
     assert code == 2

@@ -21,6 +21,7 @@ from farandole.core.host import process_status
 from farandole.core.vocabulary.events import (
     BACKWARD,
     DATA,
+    EVALUATION,
     EXCHANGE,
     FORWARD,
     GARBAGE_COLLECTION,
@@ -32,6 +33,7 @@ from farandole.core.vocabulary.events import (
     DataWait,
     DevicePhases,
     Exchange,
+    InnerExchange,
     LinkTraffic,
     Logged,
     Phase,
@@ -201,6 +203,17 @@ def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
     assert (summary.steps, summary.samples) == (steps, 4 * steps)
     assert summary.samples_per_second == pytest.approx(4 / 0.1, rel=0.01)
     assert summary.sent_bytes_per_step == pytest.approx(4096)
+
+
+def test_stepped_parameters_that_arrive_in_an_evaluation_are_counted() -> None:
+    builder = StepBuilder()
+    builder.take(STARTED)
+    for degree in ("shard", "tensor"):
+        builder.take(InnerExchange(degree, 100.1, 100.2, 1000))
+    builder.take(Phase(EVALUATION, 100.0, 100.5))
+    row = builder.take(StepDone(1, 101.0))
+    assert row is not None
+    assert row.inner_bytes == 1000, "what an evaluation itself exchanges is no part of training"
 
 
 def test_a_step_of_any_number_of_events_is_bounded() -> None:

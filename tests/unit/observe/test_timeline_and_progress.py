@@ -213,6 +213,12 @@ def test_a_line_without_samples_or_loss() -> None:
     assert progress_line({"step": 3, "seconds": 0.25, "loss": 1.5}) == "step 3  loss 1.5  250 ms a step"
 
 
+def test_the_first_step_has_no_rate() -> None:
+    first = {"step": 1, "seconds": 2.0, "samples_per_second": 8.0, "tokens_per_second": 80.0}
+    assert progress_line(first) == "step 1"
+    assert progress_line({**first, "step": 2}) == "step 2  8 samples/s  80 tokens/s"
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

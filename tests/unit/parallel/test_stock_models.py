@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, Shard
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.integrations.unasked import _is_on_all
 from farandole.parallel.instrument import phase_hooks
+from farandole.parallel.instrument.training_facts import _codable_share
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,13 @@ def test_compiled_autograd_is_refused_for_our_models_alone(monkeypatch: pytest.M
     stock.forward_begins(nn.Linear(2, 2), (), {})
     with pytest.raises(ConfigError, match="compiled autograd"):
         ours.forward_begins(nn.Linear(2, 2), (), {})
+
+
+def test_what_a_codec_takes_is_not_known_of_flat_parameters() -> None:
+    matrix, bias, frozen = (nn.Parameter(torch.ones(shape)) for shape in ((64, 64), (4096,), (128, 128)))
+    frozen.requires_grad_(False)
+    assert _codable_share([matrix, bias, frozen]) == 0.5
+    assert _codable_share([bias]) == 0.0
+    flat: Any = nn.Parameter(torch.ones(4096))
+    flat._fsdp_flattened = True
+    assert _codable_share([matrix, flat]) is None

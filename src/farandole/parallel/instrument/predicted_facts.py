@@ -33,9 +33,9 @@ class PredictedFacts:
         self._here = here
         self._predicted = json.dumps(dict(plan.predicted)) if plan.predicted else ""
         self._other_bytes = _other_bytes(here, model, optimizers) if self._predicted else None
-        is_scripts = given is not None and read_run_settings().plan_file is None
-        keys = {name: value for name, (value, _) in given.differences(Plan()).items()} if given is not None else {}
-        self._of_script = json.dumps(keys) if is_scripts else ""
+        self._of_script = ""
+        if given is not None and read_run_settings().plan_file is None:
+            self._of_script = json.dumps({key: value for key, (value, _) in given.differences(Plan()).items()})
 
     def note(self) -> None:
         """Record them, when the model is divided: what dividing it took is not the training's."""

@@ -85,7 +85,7 @@ def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: C
     if chosen is not None and not is_by_row:
         gain = Gain(chosen[0], f"that of {chosen[1]}, the best of the codecs it chooses from, or more")
         what = "the codec that is best for each bucket by measurement, chosen while it trains (may lose precision)"
-        automatic = {"codec": "auto", "lossy": "true"}
+        automatic = {"codec": "auto", "lossy": True}
         fixes.append(Fix(what, command_with(table.records, automatic), gain, automatic))
     return fixes
 
