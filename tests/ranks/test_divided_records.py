@@ -79,6 +79,21 @@ def test_sharded_states_send_gradients_and_stepped_parameters(tmp_path: Path, se
     assert summary["sent_bytes_per_step"] == pytest.approx(whole, rel=0.1), "but for padding"
 
 
+def test_a_meeting_is_part_of_the_step_that_it_ends(tmp_path: Path) -> None:
+    """It was counted with the step after it: the last one of a run nowhere."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    options = ("-np", "2", "--run-dir", "run", "--set", "sync=local:H=5")
+    done = warm.run(tmp_path, "run", *options, "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    for timeline in read_run(tmp_path / "run").timelines:
+        (row,) = [row for row in timeline.steps if row.exchanges]
+        assert row.step == 5
+        (optimizer,) = [phase for phase in row.phases if phase.name == "optimizer"]
+        (meeting,) = row.exchanges
+        assert optimizer.begin_seconds <= meeting.wait_begin_seconds
+        assert meeting.wait_end_seconds <= optimizer.end_seconds, "and part of its optimizer.step()"
+
+
 @pytest.mark.parametrize("setting", ["codec=int8", "weight_codec=int8", 'codec_for={"*"="int8"}'])
 def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting: str) -> None:
     (tmp_path / "train.py").write_text(

@@ -38,7 +38,7 @@ from .data.whole_state import guard_state_dicts
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
-from .instrument.phase_hooks import watch_model, watch_optimizer
+from .instrument.phase_hooks import end_steps_with, watch_model, watch_optimizer
 from .instrument.policy_hook import PolicyHook
 from .instrument.predicted_facts import PredictedFacts
 from .mesh import Mesh, make_mesh
@@ -360,7 +360,7 @@ def _hook(
         )  # fmt: skip
         each.register_step_pre_hook(before)
         if model in _policies:
-            each.register_step_post_hook(before.meet)
+            end_steps_with(each, before.meet)
         if clipping is not None:
             each.register_step_post_hook(clipping.after)
         if isinstance(reducer, GradientReducer) and reducer.mesh is not None:

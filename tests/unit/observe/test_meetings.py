@@ -1,4 +1,4 @@
-"""Runs whose ranks train on their own: what meetings cost is a mean over all steps, and fixes are of meetings."""
+"""Runs that are not the training of one process: what is said of it, what meetings cost, and fixes of meetings."""
 
 from __future__ import annotations
 
@@ -16,9 +16,16 @@ STEPS, COMPUTE_SECONDS, MEETING_SECONDS, MEETING_BYTES = 60, 0.05, 0.2, 8_000_00
 
 
 def write_run(
-    directory: Path, plan: dict[str, object], sent_bytes: int = MEETING_BYTES, meetings: int | None = None
+    directory: Path,
+    plan: dict[str, object],
+    sent_bytes: int = MEETING_BYTES,
+    meetings: int | None = None,
+    *,
+    every: int = 5,
+    hosts: int = 1,
+    around_seconds: float = 0.0,
 ) -> Path:
-    """Write a run of two ranks that meet after every fifth step."""
+    """Write a run of two ranks that meet after every `every` steps, with `around_seconds` of work for it."""
     directory.mkdir()
     facts = {
         "version": 1,
@@ -31,14 +38,15 @@ def write_run(
     (directory / "run.json").write_text(json.dumps(facts))
     for rank in range(2):
         writer = EventWriter(directory, rank)
-        writer.record(Started(rank, 2, "h", 1, 0, 100.0, "2026-01-01"))
+        writer.record(Started(rank, 2, f"h{rank % hosts}", 1, 0, 100.0, "2026-01-01"))
         if meetings is not None:
             writer.record(Setup({"sync": "local:H=5", "meetings": meetings, "meetings_apart": 0.01 * (1 + rank)}))
         at = 100.0
         for step in range(1, STEPS + 1):
             writer.record(DataWait(at, at + 1e-4, 4))
             at += COMPUTE_SECONDS
-            if step % 5 == 0:
+            if step % every == 0:
+                at += around_seconds
                 writer.record(Exchange((at,), at, at + MEETING_SECONDS, sent_bytes))
                 at += MEETING_SECONDS
             writer.record(StepDone(step, at))
@@ -89,3 +97,44 @@ def test_few_meetings_are_not_made_fewer(tmp_path: Path) -> None:
         found = diagnose(write_run(tmp_path / str(count), {"sync": "diloco:H=5"}, meetings=count))
         (finding,) = [each for each in found.findings if each.kind == "communication"]
         assert [list(fix.changes) for fix in finding.fixes] == changed, count
+
+
+@pytest.mark.parametrize(
+    ("plan", "said"),
+    [
+        ({"sync": "server:staleness=3"}, "ranks train on parameters that lack up to 3 steps of the others"),
+        ({"sync": "async"}, "ranks train on parameters that lack any number of steps of the others"),
+        ({"codec": "powersgd:rank=4"}, "codec powersgd:rank=4 sends a part of each gradient now"),
+        ({"codec": "topk:0.01"}, "at equal samples expect a higher loss"),
+        ({"codec": "sign"}, "at equal samples expect a higher loss"),
+        ({"sync": "server"}, ""),
+        ({"codec": "int8"}, ""),
+        ({"codec": "int4"}, ""),
+        ({"codec": "auto", "lossy": True}, ""),  # what it chose is in the layouts, and nothing was chosen
+        ({}, ""),
+    ],
+)
+def test_a_training_unlike_that_of_one_process_says_so(plan: dict[str, object], said: str, tmp_path: Path) -> None:
+    text = "\n".join(summarise(write_run(tmp_path / "run", plan, every=1)).notes)
+    assert said in text
+    assert bool(said) == ("docs/sync.md" in text)
+
+
+def test_long_steps_of_meetings_are_no_riddle(tmp_path: Path) -> None:
+    """Their time is that of the meetings: it was told twice, as steps "that take far longer than the rest"."""
+    found = diagnose(write_run(tmp_path / "run", {"sync": "local:H=5"}, around_seconds=0.1))
+    assert [each.kind for each in found.findings if each.kind in ("irregular", "communication")] == [
+        "communication"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "changes"), [(1, []), (2, [{"sync": "every_step", "codec": "auto", "lossy": True}])]
+)
+def test_servers_on_a_slow_network_are_left_for_a_codec(
+    hosts: int, changes: list[dict[str, object]], tmp_path: Path
+) -> None:
+    found = diagnose(write_run(tmp_path / "run", {"sync": "server:staleness=3"}, every=1, hosts=hosts))
+    (finding,) = [each for each in found.findings if each.kind == "communication"]
+    assert [fix.changes for fix in finding.fixes] == changes
+    assert any("8 MB a step, 40 MB a second" in each for each in finding.evidence)

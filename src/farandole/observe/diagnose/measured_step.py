@@ -12,9 +12,10 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import OPTIMIZER, OTHER, SETUP_CRITICAL_BATCH, SETUP_ZERO
 from ...core.vocabulary.spec import MOST_ZERO
 from ..figures.figures import mean
+from ..figures.inexact import codec_of
 from ..read.run_reader import read_run
 from .facts.step_table import StepTable, make_step_table
-from .finders.codec_fixes import PREDICTED, SPARSE, CodecCosts, codec_of, codec_ratio
+from .finders.codec_fixes import PREDICTED, SPARSE, CodecCosts, codec_ratio
 from .finders.network import network_of
 
 PREDICTED_UNTIMED = [name for name in PREDICTED if name != SPARSE]
@@ -52,7 +53,7 @@ def measured_step(run_directory: Path, costs: CodecCosts | None = None) -> Measu
             remedy="train with fd.distribute, and farandole run --run-dir",
         )
     fixed = mean([cell.phases.get(OPTIMIZER, 0.0) + cell.phases.get(OTHER, 0.0) for cell in cells])
-    codec = codec_of(table)
+    codec = codec_of(table.records)
     ratios = {codec: 1.0}
     notes = [
         "forward and backward are taken to grow in proportion to the samples: a measured run at another batch "

@@ -21,7 +21,7 @@ from ..read.timeline_reader import RankTimeline
 from .counted import counted_steps, exchanges_none, few_steps, sees_exchanges, warm_up
 from .critical_batch import CriticalBatch, critical_batch_of
 from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
-from .meetings import meeting_notes
+from .inexact import inexact_notes
 from .prediction_check import PredictionCheck, check_prediction
 from .step_parts import StepParts, shares_of, step_parts, undivided_share
 
@@ -169,7 +169,7 @@ def summarise(run_directory: Path, *, baseline: Path | None = None) -> Summary:
 def summarise_records(records: RunRecords, *, notes: Sequence[str] = (), baseline: Path | None = None) -> Summary:
     """Compute the closing figures of a run that was read already; `notes` say what of it is missing."""
     size = records.size
-    summary = Summary(size=size, notes=[*notes, *meeting_notes(records.timelines)])
+    summary = Summary(size=size, notes=[*notes, *inexact_notes(records)])
     timelines = [timeline for timeline in records.timelines if timeline.step_count]
     if not timelines:
         summary.notes.append("no steps were recorded: the script did not train with farandole")

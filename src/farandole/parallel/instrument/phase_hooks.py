@@ -111,11 +111,21 @@ def time_optimizer(optimizer: Optimizer) -> None:
     if optimizer not in _timed:
         watch = _timed[optimizer] = OptimizerWatch()
         optimizer.register_step_pre_hook(watch.begins)
-        optimizer.register_step_post_hook(watch.ends)
+        watch.end_hook = optimizer.register_step_post_hook(watch.ends).id
+
+
+def end_steps_with(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+    """Have a watched optimizer's steps end with `hook`, which is part of the step's time and of its records."""
+    optimizer.register_step_post_hook(hook)
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    hooks.move_to_end(_timed[optimizer].end_hook)
 
 
 class OptimizerWatch:
     """The steps of one optimizer."""
+
+    end_hook: int
+    """The number of the hook that ends a step."""
 
     def __init__(self) -> None:
         self._begin_seconds = 0.0

@@ -13,10 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from ....core.vocabulary import events
-from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import BACKWARD, OPTIMIZER
 from ....core.vocabulary.spec import Plan
-from ....core.vocabulary.sync_spec import EVERY_STEP, MEASURED, SyncSpec
+from ...figures.inexact import sync_of
 from .finding import Fix, Gain
 from .proposals import command_with
 from .step_table import StepTable
@@ -32,15 +31,6 @@ def passes_of(table: StepTable) -> int:
 def optimizer_steps_of(table: StepTable) -> int:
     """Return how many optimizers usually step in a step; at least 1."""
     return max(1, _usual(table, OPTIMIZER))
-
-
-def sync_of(table: StepTable) -> SyncSpec:
-    """Return when the run's replicas agree."""
-    text = str(table.records.plan.get("sync", EVERY_STEP))
-    try:
-        return SyncSpec.parse(EVERY_STEP if text == MEASURED else text)
-    except PlanError:  # of a newer version
-        return SyncSpec()
 
 
 def accumulated(table: StepTable) -> int:
@@ -65,7 +55,7 @@ def less_often(table: StepTable, seconds: float) -> Fix:
     See [Note: what accumulate changes].
     """
     gain = Gain(seconds / 2, "half as many exchanges for the same samples: half of the exposed time")
-    sync = sync_of(table)
+    sync = sync_of(table.records)
     if not sync.is_every_step:
         rarer = {"sync": replace(sync, steps=2 * sync.steps).to_text()}
         what = f"meet after {2 * sync.steps} steps of each rank, not {sync.steps} (ranks drift further apart)"

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping
 
 from ....core.step_model.prediction import CANDIDATES
-from ....core.vocabulary.codec_spec import NONE, CodecSpec
+from ....core.vocabulary.codec_spec import CodecSpec
 from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import SETUP_CODABLE
 from ....core.vocabulary.units import format_bytes
+from ...figures.inexact import codec_of
 from ..facts.evidence import LEAST_SHARE
 from ..facts.finding import Fix, Gain
 from ..facts.proposals import command_with
@@ -37,21 +38,9 @@ _LOSES = {
 }
 
 
-def codec_of(table: StepTable) -> str:
-    """Return the codec that was used for most bytes; "none" when nothing says another."""
-    layouts = table.records.timelines[0].layouts
-    if layouts:
-        by_codec: dict[str, int] = {}
-        for bucket in layouts[-1][1].buckets:
-            by_codec[bucket.codec] = by_codec.get(bucket.codec, 0) + bucket.nbytes
-        if by_codec:
-            return max(by_codec, key=lambda name: by_codec[name])
-    return str(table.records.plan.get("codec") or NONE)
-
-
 def codec_fixes(table: StepTable, network: LinkObservation, usual: int, costs: CodecCosts | None) -> list[Fix]:
     """Return the codecs with a gain, the least lossy first, and how the gain is estimated."""
-    current = _element_ratio(codec_of(table))
+    current = _element_ratio(codec_of(table.records))
     if current is None:
         return []  # a codec whose bytes depend on shapes or density: nothing to estimate from
     share = table.records.timelines[0].setup.get(SETUP_CODABLE)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
 from ....core.step_model.comm_cost import ring_bytes
-from ....core.vocabulary.codec_spec import NONE, CodecSpec
+from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ....core.vocabulary.events import (
     SETUP_CODEC,
     SETUP_ELEMENTS,
@@ -24,15 +24,16 @@ from ....core.vocabulary.events import (
 )
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO
+from ....core.vocabulary.sync_spec import EVERY_STEP
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
-from ...figures.meetings import FEW_MEETINGS
+from ...figures.inexact import FEW_MEETINGS, codec_of, sync_of
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
-from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of, sync_of
+from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, route_of
-from .codec_fixes import CodecCosts, codec_fixes, codec_of
+from .codec_fixes import CodecCosts, codec_fixes
 from .disjoint import scaled_to
 from .network import LinkObservation, network_of
 from .slow_link import find_slow_link, link_line
@@ -129,20 +130,23 @@ def _exposed(
                 title = (
                     f"buckets of {usual_size} are too {why} to hide the exchange: {format_cost(seconds, share)}"
                 )
-    elif sync_of(table).is_server:
+    elif sync_of(table.records).is_server:
         title = f"the ranks wait for their servers and for each other: {format_cost(seconds, share)}"
         sent = mean([float(sum(each.sent_bytes for each in row.exchanges)) for own in table.rows for row in own])
-        evidence.append(f'plan: sync = "{sync_of(table).to_text()}"; a rank sends {format_bytes(sent)} a step')
-    elif not sync_of(table).is_every_step:
+        rate = f"{format_bytes(sent)} a step, {format_bytes(sent / seconds)} a second of that wait"
+        evidence.append(f'plan: sync = "{sync_of(table.records).to_text()}"; a rank sends {rate}')
+        if len({each.host for each in table.records.timelines}) > 1:
+            fixes.append(_without_servers(table))
+    elif not sync_of(table.records).is_every_step:
         title = f"the ranks wait for their meetings: {format_cost(seconds, share)}"
         evidence.append(
-            f'plan: sync = "{sync_of(table).to_text()}"; a mean over all steps, most of which send nothing'
+            f'plan: sync = "{sync_of(table.records).to_text()}"; a mean over all steps, most of which send nothing'
         )
         fixes += _smaller_meetings(table, seconds)
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
     meetings = table.records.timelines[0].setup.get(SETUP_MEETINGS)
-    if not sync_of(table).is_server and not (type(meetings) is int and meetings // 2 < FEW_MEETINGS):
+    if not sync_of(table.records).is_server and not (type(meetings) is int and meetings // 2 < FEW_MEETINGS):
         fixes.append(less_often(table, seconds))
     fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
     if kind != "communication":
@@ -189,11 +193,22 @@ def _smaller(table: StepTable, seconds: float, what: str, **changes: object) -> 
 def _smaller_meetings(table: StepTable, seconds: float) -> list[Fix]:
     """Return a codec for what ranks exchange that train on their own, where they have none and send a lot."""
     sent = [each.sent_bytes for own in table.rows for row in own for each in row.exchanges]
-    if sync_of(table).codec(codec_of(table)) != NONE or not sent or mean(sent) < _LEAST_CODED_BYTES:
+    if (
+        sync_of(table.records).codec(codec_of(table.records)) != NONE
+        or not sent
+        or mean(sent) < _LEAST_CODED_BYTES
+    ):
         return []
     bits = CodecSpec.parse("int4").bytes_per_element(1)
     assert bits is not None, "its size is fixed"
     return [_smaller(table, seconds * (1 - bits / 4), "changes that travel as 4-bit numbers", codec="int4")]
+
+
+def _without_servers(table: StepTable) -> Fix:
+    """Return what sends less where the network limits: servers take gradients exactly."""
+    changes = {"sync": EVERY_STEP, "codec": AUTO, "lossy": True}
+    what = "where the network limits, not a slow rank: gradients by a codec in each step, which servers don't take"
+    return Fix(what, command_with(table.records, changes), None, changes)
 
 
 def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | None:
@@ -204,7 +219,7 @@ def _steadier(table: StepTable, network: LinkObservation, usual: int) -> Fix | N
         return None
     basis = f"a mean exchange is on the wire {format_seconds(network.uneven_seconds)} longer than the middle one"
     paste, changes = _SET_ON_HOSTS, {}
-    if codec_of(table) != NONE:
+    if codec_of(table.records) != NONE:
         changes = {"congestion_control": USUAL}
         paste = command_with(table.records, changes)
     return Fix(
@@ -262,7 +277,11 @@ def _extra_exchanges(table: StepTable, usual: int, seconds: float, share: float)
 def _extra_bytes(table: StepTable, network: LinkObservation | None, seconds: float) -> list[Finding]:
     if table.front_end:  # which pads small gradients, and sends them to all ranks at once
         return []
-    if network is None or codec_of(table) != NONE or table.records.plan.get("route") not in (None, "auto", "flat"):
+    if (
+        network is None
+        or codec_of(table.records) != NONE
+        or table.records.plan.get("route") not in (None, "auto", "flat")
+    ):
         return []
     nbytes = sum(bucket.nbytes for bucket in network.buckets)
     needed = ring_bytes(nbytes, table.records.size)

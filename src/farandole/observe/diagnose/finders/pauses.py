@@ -180,6 +180,8 @@ def _spikes(
     explained: Sequence[Finding],
 ) -> list[Finding]:
     paused = _explained_by_step(table, {finding.phase for finding in explained})
+    meetings = _meetings(table)
+    later = [step for step in later if step not in meetings]
     over = {step: lengths[step] - paused.get(step, 0.0) - usual for step in later}
     spikes = {step: extra for step, extra in over.items() if extra > (_SPIKE - 1) * usual}
     if not spikes or len(spikes) > 0.3 * len(later):
@@ -221,6 +223,13 @@ def _spikes(
         evidence.append("the loader's workers start anew at each pass over the data")
         fix = Fix("keep the workers from one pass to the next", _PERSISTENT, gain, {events.SETUP_PERSISTENT: True})
     return [Finding("irregular", title, seconds, share, ranks, (), phase, tuple(evidence), (fix,), "medium")]
+
+
+def _meetings(table: StepTable) -> set[int]:
+    """Return the steps that exchange something where most do not: they are long by what was planned."""
+    own = [[step for step, row in zip(table.steps, rows, strict=True) if row.exchanges] for rows in table.rows]
+    found = set(itertools.chain.from_iterable(own))
+    return found if 2 * len(found) < len(table.steps) else set()
 
 
 def _pause_of(table: StepTable, spikes: Mapping[int, float]) -> str:
