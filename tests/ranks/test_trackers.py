@@ -129,6 +129,9 @@ def test_wrong_trackers_and_metrics_are_refused_on_all_ranks() -> None:
     for wrong, text in ((torch.ones(2), r"has shape \(2,\)"), ("x", "is 'x', expected a number")):
         with pytest.raises(fd.ConfigError, match=f"metric 'a' {text}"):
             fd.log(metrics={"a": wrong})  # type: ignore[dict-item]
+    for count in (-1, 2.5, True, "8"):
+        with pytest.raises(fd.ConfigError, match=f"samples = {count!r}, expected a whole number from 0"):
+            fd.log(samples=count)  # type: ignore[arg-type]
     fd.log(metrics={"a": 1})  # nowhere to go, and no error
 
 

@@ -16,6 +16,7 @@ def log(
     *,
     loss: float | torch.Tensor | None = None,
     tokens: int | None = None,
+    samples: int | None = None,
     total_steps: int | None = None,
     metrics: Mapping[str, float | torch.Tensor] | None = None,
 ) -> None:
@@ -27,19 +28,23 @@ def log(
     Args:
         loss: mean loss over this rank's samples, a number or a tensor with one element.
         tokens: number of tokens in this rank's batch.
+        samples: number of samples in this rank's batch, for loops without a loader of `shard`, which knows them.
+            If both say something this holds; of several calls in a step they add up.
         total_steps: number of steps of the whole run.
         metrics: other values by name, numbers or tensors with one element; `mean` is for means over the ranks.
 
     Raises:
-        ConfigError: `loss` or a metric is no number or has several elements.
+        ConfigError: `loss` or a metric is no number or has several elements, or `samples` is no count.
     """
     here = world()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1:
             raise ConfigError(f"log: loss has shape {tuple(loss.shape)}, expected one number")
         loss = float(loss.detach())
+    if samples is not None and (type(samples) is not int or samples < 0):
+        raise ConfigError(f"log: samples = {samples!r}, expected a whole number from 0")
     values = {} if metrics is None else {name: _number(name, value) for name, value in metrics.items()}
-    here.session.recorder.record(Logged(loss, tokens, total_steps, values or None))
+    here.session.recorder.record(Logged(loss, tokens, total_steps, values or None, samples or 0))
     trackers = here.session.keep(Trackers, Trackers)
     if values and here.rank == 0:
         trackers.say_if_lost()

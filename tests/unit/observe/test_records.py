@@ -216,6 +216,20 @@ def test_stepped_parameters_that_arrive_in_an_evaluation_are_counted() -> None:
     assert row.inner_bytes == 1000, "what an evaluation itself exchanges is no part of training"
 
 
+def test_samples_that_the_loop_tells_hold() -> None:
+    """They are of its batches; a loader's may be of more (drawn ahead) or of none."""
+    builder, found = StepBuilder(), []
+    builder.take(STARTED)
+    for step, told in ((1, [3, 4]), (2, []), (3, [0])):
+        builder.take(DataWait(100.0, 100.1, 5))
+        for samples in told:
+            builder.take(Logged(samples=samples))
+        row = builder.take(StepDone(step, 100.0 + step))
+        assert row is not None
+        found.append(row.samples)
+    assert found == [7, 5, 5]
+
+
 def test_a_step_of_any_number_of_events_is_bounded() -> None:
     builder = StepBuilder()
     builder.take(STARTED)

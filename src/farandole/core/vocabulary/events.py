@@ -182,7 +182,7 @@ class Logged:
     metrics: Mapping[str, float] | None = None
     """Other values by name."""
     samples: int = 0
-    """Samples of this rank, where the wait for their batch is not known."""
+    """Samples of this rank: they hold where waits for batches count some, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,8 @@ def measured_step(run_directory: Path, costs: CodecCosts | None = None) -> Measu
     samples = sum(mean([float(cell.samples) for cell in own]) for own in table.cells)
     if samples <= 0:
         raise ConfigError(
-            f"{run_directory}: samples are unknown, the loader did not come from fd.shard",
-            remedy="loader = fd.shard(loader)",
+            f"{run_directory}: samples are unknown",
+            remedy="loader = fd.shard(loader), or fd.log(samples=...)",
         )
     cells = [cell for own in table.cells for cell in own]
     exposed = mean([cell.communication for cell in cells])

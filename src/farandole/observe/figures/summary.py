@@ -207,7 +207,8 @@ def _fill(summary: Summary, timelines: Sequence[RankTimeline]) -> None:
         summary.rates = (throughput(sum(row.samples for row in counted), seconds), None)
     else:
         is_foreign = timelines[0].setup.get(SETUP_FRONT_END) is not None
-        why = "nothing told how large a batch is" if is_foreign else "the loader did not come from fd.shard"
+        remedy = "take the loader from fd.shard, or call fd.log(samples=...)"
+        why = "nothing told how large a batch is" if is_foreign else remedy
         summary.notes.append(f"samples are unknown: {why}")
     if any(row.tokens for row in counted):
         summary.rates = (summary.rates[0], throughput(sum(row.tokens or 0 for row in counted), seconds))
