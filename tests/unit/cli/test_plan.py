@@ -101,6 +101,11 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
 
     answer = fd.find_plan(make_model, make_batch, cluster="a100", ranks=1, fix={"accumulate": 2}, out="one.toml")
     assert answer.plan.accumulate == 2
+    assert any("no loss was given" in each for each in answer.warnings)
+    with_loss = fd.find_plan(
+        make_model, make_batch, cluster="a100", ranks=1, loss=lambda outputs, batch: outputs.square().mean()
+    )
+    assert not any("no loss was given" in each for each in with_loss.warnings)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     fd.init()

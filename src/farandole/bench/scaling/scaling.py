@@ -186,7 +186,5 @@ def _notes(rows: Sequence[dict[str, Any]], hosts: str | None) -> list[str]:
         names = ", ".join(map(str, unsteady))
         notes.append(f"step times still drift, or are too few to tell, with {names} rank(s): train longer")
     if any(row["samples_per_second"] is None for row in rows):
-        notes.append(
-            "samples are unknown (use fd.shard, or fd.log(samples=...)): speedup is by times of steps"
-        )
+        notes.append("samples are unknown (use fd.shard, or fd.log(samples=...)): speedup is by times of steps")
     return notes

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from .rank_of import as_a_rank_of, refuse_without_gpu
 
 Function = Callable[..., Any] | str
 """A function, or its name as ``module:function``."""
+_NO_LOSS = "no loss was given (loss=..., plan --loss): the sum of the outputs stands for it, which costs less"
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,8 @@ def _profile(
         )
     make: Callable[[], nn.Module] = model
     where = as_a_rank_of(cluster) if chosen.measure else {}
-    return analyse(make, batch, loss=loss, optimizer=chosen.optimizer, measure=chosen.measure, **where)
+    found = analyse(make, batch, loss=loss, optimizer=chosen.optimizer, measure=chosen.measure, **where)
+    return found if loss is not None else replace(found, notes=(*found.notes, _NO_LOSS))
 
 
 def _loaded(function: Function | None, what: str) -> Callable[..., Any] | None:
