@@ -14,6 +14,8 @@ HEIGHT = 40
 _BAR = 40
 _SHOWN = 4
 _NOTES = 4
+_SHORT = 2
+"""Fixes of the costliest finding that are named beside those that are shown."""
 
 
 def to_text(diagnosis: Diagnosis) -> str:
@@ -82,6 +84,9 @@ def _finding(number: int, finding: Finding, *, whole: bool) -> list[str]:
         lines += _wrap(f"   fix: {fix.what}{gain}", "        ")
         if fix.paste:
             lines += [f"          {line}" for line in fix.paste.splitlines()]
+    for fix in finding.fixes[most : most + _SHORT] if whole else ():
+        gain = f" (saves about {format_seconds(fix.gain.seconds)})" if fix.gain is not None else ""
+        lines += _wrap(f"   or: {fix.what}{gain}: see --json", "       ")
     return lines
 
 

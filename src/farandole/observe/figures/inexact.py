@@ -71,13 +71,18 @@ def _server_notes(sync: SyncSpec) -> list[str]:
     ]
 
 
-def _codec_notes(codec: str) -> list[str]:
+def is_late(codec: str) -> bool:
+    """Return whether a codec sends most of a gradient later, which costs some of the loss at equal samples."""
     try:
         spec = CodecSpec.parse(codec)
     except PlanError:
-        return []
+        return False
     form = spec.packed_format
-    if spec.is_exact or spec.is_auto or spec.is_own or (form is not None and form.bits >= _LEAST_BITS):
+    return not (spec.is_exact or spec.is_auto or spec.is_own or (form is not None and form.bits >= _LEAST_BITS))
+
+
+def _codec_notes(codec: str) -> list[str]:
+    if not is_late(codec):
         return []
     return [
         f"codec {codec} sends a part of each gradient now and the rest later: at equal samples expect a higher "

@@ -27,7 +27,7 @@ from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.sync_spec import EVERY_STEP
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
-from ...figures.inexact import FEW_MEETINGS, codec_of, sync_of
+from ...figures.inexact import FEW_MEETINGS, codec_of, is_late, sync_of
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of
@@ -44,6 +44,8 @@ _LEAST_CODED_BYTES = 2**20
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
+_LOSS_COSTS = 0.75
+"""What a saved second counts by a codec that sends most of a gradient later: the loss falls slower by a sample."""
 INT8_SHARE = 0.26
 """Bytes of numbers in blocks of 8 bits, over those in float32."""
 _SET_ON_HOSTS = f"sysctl -w net.ipv4.tcp_congestion_control={USUAL}  # on every host"
@@ -148,13 +150,20 @@ def _exposed(
     meetings = table.records.timelines[0].setup.get(SETUP_MEETINGS)
     if not sync_of(table.records).is_server and not (type(meetings) is int and meetings // 2 < FEW_MEETINGS):
         fixes.append(less_often(table, seconds))
-    fixes.sort(key=lambda fix: -(fix.gain.seconds if fix.gain else 0.0))
+    fixes.sort(key=lambda fix: -_worth(fix))
     if kind != "communication":
         fixes.sort(key=lambda fix: "bucket_bytes" not in fix.changes)
     return Finding(
         kind, title, seconds, share, (), (), "exchange", tuple(evidence), tuple(fixes),
         confidence(len(table.steps)),
     )  # fmt: skip
+
+
+def _worth(fix: Fix) -> float:
+    """Return what a fix saves, less where it costs something of the loss: see `_LOSS_COSTS`."""
+    codec = str(fix.changes.get("codec", NONE))
+    seconds = fix.gain.seconds if fix.gain else 0.0
+    return seconds * (_LOSS_COSTS if codec == AUTO or is_late(codec) else 1.0)
 
 
 def _sharded(table: StepTable, usual: int, seconds: float, share: float) -> Finding:

@@ -35,6 +35,8 @@ _ALIKE = 2.0
 """Times the smallest bucket, up to which a fit cannot tell bytes from rounds."""
 _LARGE_BYTES = 2**18
 """A bucket of so many bytes takes longer for them on any link between hosts."""
+_LONG_SECONDS, _SLOW_BYTES_PER_SECOND = 2e-3, 1e6
+"""No local network takes so long for a round; a link that carries as much as this is more likely."""
 _OFTEN = 0.5
 """Share of steps in which two buckets are on the wire together, from which they are taken as one."""
 
@@ -118,7 +120,10 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
     sharing = [statistics.mean(shared[number]) > _OFTEN for number in range(count)]
     if link is not None and _hides_bytes(link, buckets, seconds):
-        link = fit_link(*_points(buckets, seconds, sharing))
+        sent, rounds, taken = _points(buckets, seconds, sharing)
+        link = fit_link(sent, rounds, taken)
+        if link is not None and _hides_bytes(link, buckets, seconds):
+            link = fit_link([sum(sent)], [max(rounds)], [sum(taken)])
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))
@@ -126,9 +131,12 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
 
 
 def _hides_bytes(link: LinkModel, buckets: Sequence[BucketLoad], seconds: Sequence[float]) -> bool:
-    """Return whether a fit takes large buckets to cost rounds and hardly any bytes."""
+    """Return whether a fit takes buckets to cost rounds and hardly any bytes, where these must have cost some."""
     rounds = sum(bucket.rounds for bucket in buckets) * link.latency_seconds
-    return max(bucket.sent_bytes for bucket in buckets) > _LARGE_BYTES and rounds > 0.5 * sum(seconds)
+    is_large = max(bucket.sent_bytes for bucket in buckets) > _LARGE_BYTES
+    carried = sum(bucket.sent_bytes for bucket in buckets) / sum(seconds)
+    is_long = link.latency_seconds > _LONG_SECONDS and carried > _SLOW_BYTES_PER_SECOND
+    return (is_large or is_long) and rounds > 0.5 * sum(seconds)
 
 
 def _points(

@@ -155,8 +155,9 @@ def _finding(
     known = has_phases(table.rows)
     evidence = [_phase_line(excess.by_phase)]
     if late is not None:
+        seconds, steps = late
         evidence.append(
-            f"its last bucket leaves {format_seconds(late)} after the others' (median of {len(table.steps)} steps)"
+            f"its last bucket leaves {format_seconds(seconds)} after the others' (median of {steps} steps)"
         )
     else:
         evidence.append("seen in its own work; arrivals cannot be compared, as the clocks cannot")
@@ -243,13 +244,14 @@ def _phase_line(by_phase: Mapping[str, float]) -> str:
     return f"more work a step than the other ranks: {', '.join(shown)}"
 
 
-def _lateness(table: StepTable, members: Sequence[int]) -> float | None:
+def _lateness(table: StepTable, members: Sequence[int]) -> tuple[float, int] | None:
+    """Return by how much the last of the members is late where all exchange, and in how many steps they do."""
     late = [
         max(cell.lateness for cell in cells if cell.lateness is not None)
         for cells in zip(*(table.cells[i] for i in members), strict=True)
         if all(cell.lateness is not None for cell in cells)
     ]
-    return statistics.median(late) if late else None
+    return (statistics.median(late), len(late)) if late else None
 
 
 def _more_samples(table: StepTable, excess: Excess) -> float | None:
