@@ -21,6 +21,7 @@ def write_run(
     sent_bytes: int = MEETING_BYTES,
     meetings: int | None = None,
     *,
+    sync: str = "local:H=5",
     every: int = 5,
     hosts: int = 1,
     around_seconds: float = 0.0,
@@ -40,7 +41,7 @@ def write_run(
         writer = EventWriter(directory, rank)
         writer.record(Started(rank, 2, f"h{rank % hosts}", 1, 0, 100.0, "2026-01-01"))
         if meetings is not None:
-            writer.record(Setup({"sync": "local:H=5", "meetings": meetings, "meetings_apart": 0.01 * (1 + rank)}))
+            writer.record(Setup({"sync": sync, "meetings": meetings, "meetings_apart": 0.01 * (1 + rank)}))
         at = 100.0
         for step in range(1, STEPS + 1):
             writer.record(DataWait(at, at + 1e-4, 4))
@@ -76,6 +77,12 @@ def test_the_price_is_that_of_all_steps_and_fixes_make_meetings_rarer_or_smaller
     assert "--set sync=diloco:H=10" in rarer.paste
 
 
+def test_small_meetings_are_coded_where_the_link_is_slow(tmp_path: Path) -> None:
+    found = diagnose(write_run(tmp_path / "slow", {"sync": "local:H=5"}, 800_000))  # 4 MB a second
+    (finding,) = [each for each in found.findings if each.kind == "communication"]
+    assert [list(fix.changes) for fix in finding.fixes] == [["codec"], ["sync"]]
+
+
 @pytest.mark.parametrize(
     ("plan", "sent_bytes"),
     [
@@ -92,11 +99,29 @@ def test_no_codec_where_there_is_one_or_bytes_are_few(
     assert [list(fix.changes) for fix in finding.fixes] == [["sync"]]
 
 
-def test_few_meetings_are_not_made_fewer(tmp_path: Path) -> None:
-    for count, changed in ((39, [["codec"]]), (40, [["codec"], ["sync"]])):
-        found = diagnose(write_run(tmp_path / str(count), {"sync": "diloco:H=5"}, meetings=count))
+@pytest.mark.parametrize(("sync", "enough"), [("local:H=5", 40), ("diloco:H=5", 200)])
+def test_few_meetings_are_not_made_fewer(sync: str, enough: int, tmp_path: Path) -> None:
+    for count, changed in ((enough - 1, [["codec"]]), (enough, [["codec"], ["sync"]])):
+        found = diagnose(write_run(tmp_path / str(count), {"sync": sync}, meetings=count))
         (finding,) = [each for each in found.findings if each.kind == "communication"]
         assert [list(fix.changes) for fix in finding.fixes] == changed, count
+
+
+@pytest.mark.parametrize(
+    ("plan", "sync", "count", "remedy"),
+    [
+        ("local:H=5", "local:H=5", 19, "a higher loss than without sync; take a smaller H"),
+        ("diloco:H=5", "diloco:H=5", 12, "; take sync=local and a smaller H"),
+        ("diloco:H=5", "diloco:H=5", 99, "; take sync=local:H=5"),
+        ("diloco:H=5", "diloco:H=5", 100, ""),
+        ("auto", "local:H=100", 12, "; take sync=local:H=30 and codec=int4"),
+    ],
+)  # fmt: skip
+def test_what_to_do_about_few_meetings(plan: str, sync: str, count: int, remedy: str, tmp_path: Path) -> None:
+    more = {"codec": "auto", "lossy": True} if plan == "auto" else {}
+    notes = summarise(write_run(tmp_path / "run", {"sync": plan, **more}, meetings=count, sync=sync)).notes
+    warnings = [note for note in notes if note.startswith("warning:")]
+    assert [each.endswith(remedy) for each in warnings] == ([True] if remedy else [])
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -81,6 +82,37 @@ def test_buckets_that_share_the_wire_are_fitted_together() -> None:
     assert together.bytes_per_second == pytest.approx(11.6e6, rel=0.01)
     few = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (164.0, 4132.0)]
     assert not network._hides_bytes(LinkModel(math.inf, 1e-3), few, [2e-3, 2e-3]), "small ones cost rounds"
+
+
+def test_small_buckets_on_a_slow_wire_cost_bytes() -> None:
+    """In 8 bits: 200 kB and 12 kB together on 20 Mbit/s; no local network takes 16 ms for a round."""
+    buckets = [BucketLoad(nbytes, nbytes, 2, ready_seconds=0.0) for nbytes in (200e3, 12e3)]
+    seconds = [0.050, 0.033]
+    alone = fit_link([each.sent_bytes for each in buckets], [2, 2], seconds)
+    assert alone is not None
+    assert network._hides_bytes(alone, buckets, seconds)
+    together = fit_link(*network._points(buckets, seconds, [False, True]))
+    assert together is not None
+    assert together.bytes_per_second == pytest.approx(2.55e6, rel=0.01)
+
+
+def test_bursts_have_no_rate(tmp_path: Path) -> None:
+    """Exchanges of 100 kB leave in one burst of a shaper on one way, and not on the other."""
+    for bucket_bytes, is_named in ((4_000_000, True), (100_000, False)):
+        machine = replace(ring({(1, 0): SLOW}, hosts=2), bucket_bytes=(bucket_bytes,), bytes_per_second=1e6)
+        kinds = {finding.kind for finding in found(tmp_path / str(bucket_bytes), machine).findings}
+        assert ("slow-link" in kinds) == is_named, kinds
+
+
+def test_links_of_an_emulated_run_are_measured_in_an_emulated_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ring({(1, 2): SLOW}))
+    facts = json.loads((run / "run.json").read_text())
+    typed = (
+        "farandole emulate --hosts 4 --rate=1gbit --rate-between 1,2=100mbit --set codec=int8 -- python train.py"
+    )
+    (run / "run.json").write_text(json.dumps({**facts, "typed_command": typed.split()}))
+    paste = diagnose(run).findings[0].fixes[0].paste
+    assert paste == "farandole emulate --hosts 4 --rate=1gbit --rate-between 1,2=100mbit -- farandole doctor"
 
 
 def test_buckets_of_like_size_are_fitted_by_their_bytes() -> None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC
-from ...core.vocabulary.sync_spec import EVERY_STEP, MEASURED, SyncSpec
+from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, SyncSpec
 from ..read.run_reader import RunRecords
-from ..read.timeline_reader import RankTimeline
 from .figures import mean
 
-FEW_MEETINGS = 20
-"""From so many on figures of the loss are known (docs/sync.md)."""
+_FEW_MEETINGS, _FEW_WITH_MOMENTUM = 20, 100
+"""Fewer are warned of: what is known of the loss is in docs/sync.md. A momentum of the outer step needs more."""
 _LEAST_BITS = 4
 """A codec that sends each element in so many loses next to nothing of what a step learns (docs/codecs.md)."""
 
 
 def sync_of(records: RunRecords) -> SyncSpec:
     """Return when the run's replicas agree."""
-    text = str(records.plan.get("sync", EVERY_STEP))
+    return parsed_sync(str(records.plan.get("sync", EVERY_STEP)))
+
+
+def parsed_sync(text: str) -> SyncSpec:
+    """Return what a recorded `sync` says; each step where it leaves that open, or is of a newer version."""
     try:
         return SyncSpec.parse(EVERY_STEP if text == MEASURED else text)
-    except PlanError:  # of a newer version
+    except PlanError:
         return SyncSpec()
+
+
+def few_meetings(sync: SyncSpec) -> int:
+    """Return the number of meetings below which a run is warned."""
+    return _FEW_WITH_MOMENTUM if sync.momentum else _FEW_MEETINGS
 
 
 def codec_of(records: RunRecords) -> str:
@@ -41,11 +47,12 @@ def codec_of(records: RunRecords) -> str:
 
 def inexact_notes(records: RunRecords) -> list[str]:
     """Return what makes the training of a run another than that of one process; nothing of other runs."""
-    return [*_meeting_notes(records.timelines), *_server_notes(sync_of(records)), *_codec_notes(codec_of(records))]
+    return [*_meeting_notes(records), *_server_notes(sync_of(records)), *_codec_notes(codec_of(records))]
 
 
-def _meeting_notes(timelines: Sequence[RankTimeline]) -> list[str]:
+def _meeting_notes(records: RunRecords) -> list[str]:
     """Say how often ranks met, how far they were apart, and what that means."""
+    timelines = records.timelines
     setup = timelines[0].setup if timelines else {}
     sync, count = setup.get(SETUP_SYNC), setup.get(SETUP_MEETINGS)
     if not sync or type(count) is not int:
@@ -55,9 +62,15 @@ def _meeting_notes(timelines: Sequence[RankTimeline]) -> list[str]:
     times = f"{count} meeting{'s' * (count != 1)}"
     far = f", where ranks were {mean(apart):.2%} apart from their mean" if apart else ""
     notes = [f"sync {sync}: {times}{far}; this is not the training of one process (docs/sync.md)"]
-    if count < FEW_MEETINGS:
-        few = f"{times} {'is' if count == 1 else 'are'} few"
-        notes.append(f"warning: {few}: at equal samples expect a higher loss than without sync; take a smaller H")
+    spec = parsed_sync(str(sync))
+    if count < few_meetings(spec):
+        few = f"{times} {'is' if count == 1 else 'are'} few{' for an outer momentum' if spec.momentum else ''}"
+        remedy = "take a smaller H"
+        if spec.momentum:
+            remedy = "take sync=local" + (f":H={spec.steps}" if count >= _FEW_MEETINGS else " and a smaller H")
+        elif records.plan.get("sync") == MEASURED:
+            remedy = f"take sync=local:H={min(spec.steps // 2, DEFAULT_STEPS)} and codec=int4"
+        notes.append(f"warning: {few}: at equal samples expect a higher loss than without sync; {remedy}")
     return notes
 
 

@@ -16,6 +16,8 @@ from ...read.run_reader import RunRecords
 _SIZES = ("-np", "-n", "--np", "--num-proc")
 _DROPPED = ("--run-dir",)
 """Options that a second run cannot share with the first."""
+_NETWORK = ("--hosts", "--slots", "--rate", "--rate-between", "--latency")
+"""What makes the hosts of ``farandole emulate``."""
 
 
 def command_with(
@@ -50,6 +52,18 @@ def command_with(
     else:
         words = change.of(["farandole", "run", "-np", str(size or records.size), "--", *command], 4)
     return shlex.join(words)
+
+
+def doctor_line(records: RunRecords, hosts: Sequence[str]) -> str:
+    """Return the line that measures the links between the hosts of a run; emulated ones have to be made again."""
+    typed = _words(records.facts.get("typed_command"))
+    if typed[:2] != ["farandole", "emulate"]:
+        return shlex.join(["farandole", "doctor", "-H", ",".join(hosts)])
+    options: list[str] = []
+    for word, following in zip(typed[2:], [*typed[3:], ""], strict=True):
+        name, equals, _ = word.partition("=")
+        options += ([word] if equals else [word, following]) if name in _NETWORK else []
+    return shlex.join(["farandole", "emulate", *options, "--", "farandole", "doctor"])
 
 
 def distribute_by(keys: Mapping[str, object]) -> str:

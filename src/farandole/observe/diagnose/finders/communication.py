@@ -27,7 +27,7 @@ from ....core.vocabulary.spec import MOST_ZERO
 from ....core.vocabulary.sync_spec import EVERY_STEP
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
-from ...figures.inexact import FEW_MEETINGS, codec_of, is_late, sync_of
+from ...figures.inexact import codec_of, few_meetings, is_late, sync_of
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
 from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of
@@ -40,7 +40,8 @@ from .slow_link import find_slow_link, link_line
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 _LEAST_CODED_BYTES = 2**20
-"""An exchange of less takes as long in fewer bits."""
+_SLOW_BYTES_PER_SECOND, _LEAST_SLOW_BYTES = 12.5e6, 2**16
+"""An exchange of less takes as long in fewer bits; on a link that carries no more than this, one of far less."""
 SHARED = "shared"
 """The route through the memory of one host."""
 _EXTRA_BYTES = 1.3
@@ -147,8 +148,8 @@ def _exposed(
         fixes += _smaller_meetings(table, seconds)
     else:
         evidence.append("the buckets' times were not recorded: no link can be fitted")
-    meetings = table.records.timelines[0].setup.get(SETUP_MEETINGS)
-    if not sync_of(table.records).is_server and not (type(meetings) is int and meetings // 2 < FEW_MEETINGS):
+    meetings, sync = table.records.timelines[0].setup.get(SETUP_MEETINGS), sync_of(table.records)
+    if not sync.is_server and not (type(meetings) is int and meetings // 2 < few_meetings(sync)):
         fixes.append(less_often(table, seconds))
     fixes.sort(key=lambda fix: -_worth(fix))
     if kind != "communication":
@@ -202,11 +203,10 @@ def _smaller(table: StepTable, seconds: float, what: str, **changes: object) -> 
 def _smaller_meetings(table: StepTable, seconds: float) -> list[Fix]:
     """Return a codec for what ranks exchange that train on their own, where they have none and send a lot."""
     sent = [each.sent_bytes for own in table.rows for row in own for each in row.exchanges]
-    if (
-        sync_of(table.records).codec(codec_of(table.records)) != NONE
-        or not sent
-        or mean(sent) < _LEAST_CODED_BYTES
-    ):
+    if sync_of(table.records).codec(codec_of(table.records)) != NONE or not sent:
+        return []
+    carried = sum(sent) / (seconds * len(table.steps) * len(table.cells))
+    if mean(sent) < (_LEAST_CODED_BYTES if carried > _SLOW_BYTES_PER_SECOND else _LEAST_SLOW_BYTES):
         return []
     bits = CodecSpec.parse("int4").bytes_per_element(1)
     assert bits is not None, "its size is fixed"

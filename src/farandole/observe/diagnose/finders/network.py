@@ -120,10 +120,7 @@ def network_of(table: StepTable, exposed_seconds: float) -> LinkObservation | No
     link = fit_link([b.sent_bytes for b in buckets], [b.rounds for b in buckets], seconds)
     sharing = [statistics.mean(shared[number]) > _OFTEN for number in range(count)]
     if link is not None and _hides_bytes(link, buckets, seconds):
-        sent, rounds, taken = _points(buckets, seconds, sharing)
-        link = fit_link(sent, rounds, taken)
-        if link is not None and _hides_bytes(link, buckets, seconds):
-            link = fit_link([sum(sent)], [max(rounds)], [sum(taken)])
+        link = fit_link(*_points(buckets, seconds, sharing))
     if link is None:
         return None
     uneven = max(0.0, mean(lengths) - statistics.median(lengths))

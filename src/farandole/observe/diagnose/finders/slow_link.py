@@ -16,6 +16,7 @@ from ....core.vocabulary.units import format_bits_per_second, format_bytes, form
 from ...read.link_traffic import HostTraffic, links_between_hosts
 from ..facts.evidence import SHOWN_RANKS, confidence, format_cost
 from ..facts.finding import Finding, Fix, Gain
+from ..facts.proposals import doctor_line
 from ..facts.step_table import StepTable
 from .network import LinkObservation
 
@@ -25,6 +26,8 @@ _BUSY_PART = 0.5
 """Fraction of the exposed time: a link that limits an exchange is busy while all wait for it."""
 _LEAST_GAIN = 0.5
 """Fraction of the exposed time: if a link like the others would save less, it is not the limit."""
+_BURST_BYTES = 2**18
+"""So many bytes may leave at once, whatever a link carries in a second: buffers, and the bursts of a shaper."""
 _LINKS_SHOWN = 4
 _MOST_BYTES_PER_SECOND = 50e9
 """A faster link (400 Gbit/s) is no link but an error of the fit."""
@@ -36,7 +39,7 @@ def find_slow_link(
     """Return the link that is slower than the others, if there is one. `seconds`: exposed communication."""
     links = links_between_hosts(table.records.timelines)
     if links:  # where the kernels counted, when an exchange ends says nothing more: a busy core delays it too
-        return _by_links(links, table, network, seconds, share)
+        return _by_links(links, table, network, seconds, share) if _has_rates(table) else None
     return _by_ends(table, network, seconds, share)
 
 
@@ -52,6 +55,14 @@ def link_line(network: LinkObservation) -> str:
     if link.latency_seconds > 0:
         return f"{text} with {format_seconds(link.latency_seconds)} a round"
     return f"{text} (all buckets alike: their rounds are counted in this)"
+
+
+def _has_rates(table: StepTable) -> bool:
+    """Return whether exchanges are so long that bytes over time are a rate: less may go in one burst."""
+    sent = [
+        float(each.sent_bytes) for own in table.rows for row in own for each in row.exchanges if each.sent_bytes
+    ]
+    return bool(sent) and statistics.median(sent) >= _BURST_BYTES
 
 
 # -- by link ------------------------------------------------------------------------------------
@@ -88,7 +99,7 @@ def _by_links(
         first = slow[0]
         whose = f"the way from {first.source} to {first.target} is slower than the others"
         what = "the same rate both ways (see the cards, cables and switch ports of both ends)"
-        paste = f"farandole doctor -H {','.join(hosts)}"
+        paste = doctor_line(table.records, hosts)
     fix = Fix(what, paste, gain)
     title = f"{whose}: {format_cost(seconds, share)}"
     return Finding(
