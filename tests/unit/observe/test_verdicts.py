@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from collections.abc import Mapping
@@ -149,6 +150,32 @@ def test_compare_shows_what_came_of_a_promise(tmp_path: Path) -> None:
     )
     told = " ".join(compare(before, in_vain).to_text().split())
     assert re.search(r"saves about 100 ms a step; no difference beyond noise came of it", told), told
+
+
+def test_larger_batches_are_compared_by_their_samples(tmp_path: Path) -> None:
+    """A step of twice the samples that takes as long is not "no difference"."""
+    before = write_run(tmp_path / "before", healthy())
+    after = write_run(tmp_path / "after", healthy(samples=lambda rank, step: 16))
+    compared = compare(before, after)
+    assert compared.outcome == "faster"
+    assert compared.step is not None
+    assert compared.sample is not None
+    assert compared.sample.second == pytest.approx(compared.sample.first / 2)
+    assert re.search(r"is faster than before: [\d.]+ ms instead of [\d.]+ ms a sample, 50%", compared.to_text())
+    assert compare(before, before).sample is None
+
+
+def test_a_faster_run_that_learns_less_says_so(tmp_path: Path) -> None:
+    before = write_run(tmp_path / "before", healthy(loss=lambda step: 2.0))
+    after = write_run(tmp_path / "after", healthy(loss=lambda step: 2.5, bytes_per_second=1e12))
+    assert "Its loss is higher: 2.5 instead of 2 over the last fifth." in compare(before, after).verdict
+    assert "loss" not in compare(after, before).verdict
+    unlogged = [
+        write_run(tmp_path / name, healthy(loss=lambda step: math.nan, facts={"plan": {"sync": sync}}))
+        for name, sync in (("each", "every_step"), ("late", "server:staleness=3"), ("server", "server"))
+    ]
+    assert "no losses were logged: fd.log(loss=loss)" in compare(*unlogged[:2]).to_text()
+    assert "no losses were logged" not in compare(unlogged[0], unlogged[2]).to_text()
 
 
 # -- prices and own code (V2) ---------------------------------------------------------------------

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from ...core.vocabulary.units import format_seconds, format_share, parse_bytes
 from ..figures.figures import mean
+from ..figures.inexact import inexact_notes
 from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
@@ -83,6 +84,8 @@ class Comparison:
     outcome: Outcome
     verdict: str
     step: Change | None = None
+    sample: Change | None = None
+    """The time of a step over its samples, where the runs have other numbers of samples in a step."""
     parts: tuple[Change, ...] = ()
     loss: Change | None = None
     plan: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
@@ -103,7 +106,8 @@ class Comparison:
         lines = _wrap(self.verdict)
         if self.step is not None:
             lines += ["", f"{'':<26}{'A':>12}{'B':>12}{'B - A':>12}   95% interval"]
-            lines += [_row(change, format_seconds) for change in (self.step, *self.parts)]
+            first = [self.step, *([] if self.sample is None else [self.sample])]
+            lines += [_row(change, format_seconds) for change in (*first, *self.parts)]
             if self.loss is not None:
                 lines.append(_row(self.loss, lambda value: f"{value:.4g}"))
         for promise in self.promises:
@@ -144,16 +148,23 @@ def compare(first: Path, second: Path) -> Comparison:
         notes.append(f"A ran on {one.size} ranks and B on {other.size}: their steps are not the same work")
     notes += [f"{label}: {text}" for label, table in zip("AB", (a, b), strict=True) if (text := _unseen(table))]
     step = _change("step", _lengths(a), _lengths(b))
+    sample = _of_samples(a, b)
     parts = tuple(
         _change(name, _part(a, name), _part(b, name))
         for name in _part_names(a, b)
         if max(mean(_part(a, name)), mean(_part(b, name))) > 0.005 * max(step.first, step.second)
     )
-    outcome, verdict = _judge(names, step, parts, min(len(a.steps), len(b.steps)))
-    promises = promises_kept(one, other, step.first - step.second)
+    loss = _loss(a, b)
+    outcome, verdict = _judge(names, step if sample is None else sample, parts, min(len(a.steps), len(b.steps)))
+    if loss is not None and loss.is_certain and loss.difference > 0:
+        verdict += f" Its loss is higher: {loss.second:.4g} instead of {loss.first:.4g} over the last fifth."
+    elif loss is None and inexact_notes(one) != inexact_notes(other):
+        notes.append("no losses were logged: fd.log(loss=loss) lets these two be compared by what they learn")
+    saved = step.first - step.second if sample is None else (sample.first - sample.second) * _samples(a)
+    promises = promises_kept(one, other, saved)
     predictions = tuple(check_prediction(records) for records in (one, other))
     return Comparison(
-        *names, outcome, verdict, step, parts, _loss(a, b), plan, environment, promises, predictions, tuple(notes)
+        *names, outcome, verdict, step, sample, parts, loss, plan, environment, promises, predictions, tuple(notes)
     )  # fmt: skip
 
 
@@ -196,16 +207,17 @@ def _judge(names: tuple[str, str], step: Change, parts: Sequence[Change], steps:
         )
     if not step.is_certain or abs(share) < _LEAST_CHANGE:
         return "no difference", (
-            f"No difference beyond noise: a step takes {format_seconds(step.first)} in {names[0]} and "
+            f"No difference beyond noise: a {step.name} takes {format_seconds(step.first)} in {names[0]} and "
             f"{format_seconds(step.second)} in {names[1]} (difference {between}, 95% interval)."
         )
     word: Outcome = "faster" if step.difference < 0 else "slower"
+    times = f"{format_seconds(step.second)} instead of {format_seconds(step.first)} a {step.name}"
     text = (
-        f"{names[1]} is {word} than {names[0]}: {format_seconds(step.second)} instead of "
-        f"{format_seconds(step.first)} a step, {format_share(abs(share))} (difference {between}, 95% interval)"
+        f"{names[1]} is {word} than {names[0]}: {times}, {format_share(abs(share))} "
+        f"(difference {between}, 95% interval)"
     )
     same_way = [p for p in parts if p.is_certain and p.difference * step.difference > 0]
-    if same_way:
+    if same_way and step.name == "step":
         most = max(same_way, key=lambda part: abs(part.difference))
         text += f", most of it in {most.name} ({_signed(most.difference)})"
     return word, text + "."
@@ -254,6 +266,19 @@ def _blocks(values: Sequence[float]) -> list[float]:
 def _lengths(table: StepTable) -> list[float]:
     """Return the step lengths, the mean over the ranks: as in the summary and the diagnosis."""
     return [mean([cell.length for cell in cells]) for cells in table.by_step()]
+
+
+def _samples(table: StepTable) -> float:
+    """Return the samples of a step, over all ranks: the mean."""
+    return mean([float(sum(cell.samples for cell in cells)) for cells in table.by_step()])
+
+
+def _of_samples(a: StepTable, b: StepTable) -> Change | None:
+    """Return the time of a sample in both runs; None where a step has as many in both, or that is not known."""
+    one, other = _samples(a), _samples(b)
+    if not one or not other or abs(one - other) < _LEAST_CHANGE * one:
+        return None
+    return _change("sample", [each / one for each in _lengths(a)], [each / other for each in _lengths(b)])
 
 
 def _part(table: StepTable, name: str) -> list[float]:

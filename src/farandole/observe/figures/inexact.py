@@ -47,7 +47,7 @@ def codec_of(records: RunRecords) -> str:
 
 def inexact_notes(records: RunRecords) -> list[str]:
     """Return what makes the training of a run another than that of one process; nothing of other runs."""
-    return [*_meeting_notes(records), *_server_notes(sync_of(records)), *_codec_notes(codec_of(records))]
+    return [*_meeting_notes(records), *_server_notes(sync_of(records)), *codec_notes(codec_of(records))]
 
 
 def _meeting_notes(records: RunRecords) -> list[str]:
@@ -94,7 +94,8 @@ def is_late(codec: str) -> bool:
     return not (spec.is_exact or spec.is_auto or spec.is_own or (form is not None and form.bits >= _LEAST_BITS))
 
 
-def _codec_notes(codec: str) -> list[str]:
+def codec_notes(codec: str) -> list[str]:
+    """Return what a codec costs of the loss, in a line; nothing of those that cost next to nothing."""
     if not is_late(codec):
         return []
     return [

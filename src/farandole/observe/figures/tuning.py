@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.run_files import TUNE, TUNED_PLAN
 from ...core.vocabulary.units import format_bytes, format_seconds
+from .inexact import codec_notes
 
 
 def read_tuning(run_directory: Path) -> dict[str, Any] | None:
@@ -68,8 +71,13 @@ def trial_rows(tuning: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     ]
 
 
-def tuning_page(tuning: Mapping[str, Any] | None, directory: str, command: str) -> list[str]:
-    """Return what the command prints at its end. `directory`: of the run; `command`: that was tuned."""
+def tuning_page(
+    tuning: Mapping[str, Any] | None, directory: str, command: str, typed: Sequence[str] = ()
+) -> list[str]:
+    """Return what the command prints at its end.
+
+    `directory`: of the run; `command`: that was tuned; `typed`: the whole line, which may emulate hosts.
+    """
     if tuning is None:
         return [f"nothing was tuned: the script did not call farandole.init (logs in {directory}/logs)"]
     lines = []
@@ -89,5 +97,7 @@ def tuning_page(tuning: Mapping[str, Any] | None, directory: str, command: str) 
         lines.append(f"step at first {format_seconds(before)}, at last {format_seconds(now)}")
     lines.append(f"stopped: {tuning['stopped']}; {tuning['trial_steps']} steps ran by settings on trial")
     lines += [f"note: {note}" for note in tuning["notes"]]
-    lines.append(f"next: farandole run --plan {directory}/{TUNED_PLAN} -- {command}")
+    lines += [f"note: {note}" for note in codec_notes(str(tuning["best"].get("codec", NONE)))]
+    emulated = list(typed[: typed.index("farandole", 2)]) if list(typed[1:2]) == ["emulate"] else []
+    lines.append(f"next: {shlex.join([*emulated, 'farandole'])} run --plan {directory}/{TUNED_PLAN} -- {command}")
     return lines

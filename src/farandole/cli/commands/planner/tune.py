@@ -120,6 +120,7 @@ def _refuse_plan(options: argparse.Namespace) -> None:
 def _print(options: argparse.Namespace, exit_code: int, directory: Path) -> None:
     from ....observe.figures.summary import summarise, write_summary
     from ....observe.figures.tuning import read_tuning, tuning_page
+    from ....observe.read.run_reader import read_facts
 
     found, summary = read_tuning(directory), summarise(directory)
     try:
@@ -132,5 +133,6 @@ def _print(options: argparse.Namespace, exit_code: int, directory: Path) -> None
         return
     shown = os.path.relpath(directory) if directory.is_relative_to(Path.cwd()) else str(directory)
     command = shlex.join(options.command[1:] if options.command[:1] == ["--"] else options.command)
-    for line in tuning_page(found, shlex.quote(shown), command):
+    typed = read_facts(directory).get("typed_command") or []
+    for line in tuning_page(found, shlex.quote(shown), command, typed):
         print(line)
