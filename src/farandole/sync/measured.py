@@ -27,12 +27,10 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.sync_spec import SyncSpec
+from ..core.vocabulary.sync_spec import MEASURED_CODEC, SyncSpec
 from ..core.vocabulary.units import format_seconds
 from .local_steps import LocalSteps
 
-CODEC = "int4"
-"""Four bits lose next to nothing of what ranks changed (Douillard 2501.18512); what they leave is sent later."""
 LEAST_GAIN = 1.25
 TIMED_STEPS = 5
 _MOST_STEPS = 50
@@ -153,7 +151,7 @@ class MeasuredSync:
             return
         own = statistics.median(end - begin for begin, end in pairwise(self._ends))
         other_seconds = max(0.0, max(all_gather_json(self._here, "sync auto", own)) - choice.seconds)
-        every, local = choice.seconds + other_seconds, tuner.predict_local_steps(CODEC, other_seconds)
+        every, local = choice.seconds + other_seconds, tuner.predict_local_steps(MEASURED_CODEC, other_seconds)
         # Codec "auto" predicts what is between forward and the end of the exchange, and says so by itself.
         each = f"{format_seconds(every)} a step, {format_seconds(other_seconds)} of it beside passes and exchange"
         if local is None or local.seconds * LEAST_GAIN > every:
@@ -164,7 +162,7 @@ class MeasuredSync:
         # The plain mean: outer momentum needs more meetings than a training may have.
         chosen = SyncSpec.parse(f"local:H={local.steps}").to_text()
         self._say(
-            f"{chosen} with {CODEC}: predicted {format_seconds(local.seconds)} a step, a meeting of "
+            f"{chosen} with {MEASURED_CODEC}: predicted {format_seconds(local.seconds)} a step, a meeting of "
             f"{format_seconds(local.meeting_seconds)} included; each step by {choice.main_codec}: "
             f"{each}"
         )
@@ -176,7 +174,7 @@ class MeasuredSync:
         if chosen == _EVERY_STEP or model is None:
             return
         self._end_every_step()
-        plan = replace(self._plan, sync=chosen, codec=CODEC)
+        plan = replace(self._plan, sync=chosen, codec=MEASURED_CODEC)
         self._local = LocalSteps(self._here, model, optimizers, plan, buffers=self._buffers)
 
     def _say(self, what: str) -> None:

@@ -197,8 +197,8 @@ def test_the_fields_of_json_are_those_of_the_page(tmp_path: Path, capsys: pytest
     assert run(["compare", fine, late, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert set(told) == {
-        "version", "first", "second", "outcome", "verdict", "step", "parts", "loss", "plan", "environment",
-        "promises", "predictions", "notes",
+        "version", "first", "second", "outcome", "verdict", "step", "sample", "parts", "loss", "plan",
+        "environment", "promises", "predictions", "notes",
     }  # fmt: skip
     assert set(told["step"]) == {"name", "first", "second", "interval"}
     assert {part["name"] for part in told["parts"]} >= {"forward", "backward", "waiting"}

@@ -25,8 +25,12 @@ def write_run(
     every: int = 5,
     hosts: int = 1,
     around_seconds: float = 0.0,
+    slow_steps: int = 0,
 ) -> Path:
-    """Write a run of two ranks that meet after every `every` steps, with `around_seconds` of work for it."""
+    """Write a run of two ranks that meet after every `every` steps, with `around_seconds` of work for it.
+
+    The first `slow_steps` take ten times as long.
+    """
     directory.mkdir()
     facts = {
         "version": 1,
@@ -45,7 +49,7 @@ def write_run(
         at = 100.0
         for step in range(1, STEPS + 1):
             writer.record(DataWait(at, at + 1e-4, 4))
-            at += COMPUTE_SECONDS
+            at += COMPUTE_SECONDS * (10 if step <= slow_steps else 1)
             if step % every == 0:
                 at += around_seconds
                 writer.record(Exchange((at,), at, at + MEETING_SECONDS, sent_bytes))
@@ -163,3 +167,23 @@ def test_servers_on_a_slow_network_are_left_for_a_codec(
     (finding,) = [each for each in found.findings if each.kind == "communication"]
     assert [fix.changes for fix in finding.fixes] == changes
     assert any("8 MB a step, 40 MB a second" in each for each in finding.evidence)
+
+
+def test_ranks_that_never_met_are_no_unknown_wrapper(tmp_path: Path) -> None:
+    """With H above the steps of the run nothing is exchanged in them, and that is known."""
+    run = write_run(tmp_path / "run", {"sync": "local:H=200"}, meetings=0, every=200, sync="local:H=200")
+    said = "\n".join([*summarise(run).notes, *diagnose(run).notes])
+    assert "fd.record" not in said
+    assert "0 meetings are few" in said
+
+
+@pytest.mark.parametrize(
+    ("meetings", "named"), [(None, "name what it chose"), (12, "name what it chose: sync=local:H=100 codec=int4")]
+)
+def test_the_slow_start_of_auto_is_its_own(meetings: int | None, named: str, tmp_path: Path) -> None:
+    plan = {"sync": "auto", "codec": "auto", "lossy": True}
+    run = write_run(tmp_path / "run", plan, meetings=meetings, sync="local:H=100", slow_steps=6)
+    (finding,) = [each for each in diagnose(run).findings if each.kind == "warm-up"]
+    assert finding.fixes[0].what.endswith(named)
+    other = diagnose(write_run(tmp_path / "other", {}, slow_steps=6))
+    assert [each.fixes[0].what[:4] for each in other.findings if each.kind == "warm-up"] == ["keep"]

@@ -248,10 +248,11 @@ def test_a_tuned_run_is_told_and_its_plan_is_read_by_run(tmp_path: Path) -> None
     assert "farandole run --plan runs/x/tuned.toml -- python train.py" in page, page
     assert "note: a note" in page, page
     assert "compare the loss" not in page, page
-    typed = "farandole emulate --hosts 2 --rate 20mbit -- farandole tune --allow-lossy -- python train.py".split()
+    begin = ["farandole", "emulate", "--hosts", "2", "--rate", "20mbit", "--"]
+    typed = [*begin, "farandole", "tune", "--allow-lossy", "--", "python", "train.py"]
     found["best"]["codec"] = "powersgd:rank=4"
     emulated = tuning_page(found, "runs/x", "python train.py", typed)
-    line = "farandole emulate --hosts 2 --rate 20mbit -- farandole run --plan runs/x/tuned.toml -- python train.py"
+    line = f"{' '.join(begin)} farandole run --plan runs/x/tuned.toml -- python train.py"
     assert emulated[-1] == f"next: {line}"
     assert emulated[-2].endswith("compare the loss")
     plan = Plan.read(tmp_path / "tuned.toml")

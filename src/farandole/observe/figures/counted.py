@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.vocabulary.events import EXCHANGE, SETUP_REPLICAS
+from ...core.vocabulary.events import EXCHANGE, SETUP_MEETINGS, SETUP_REPLICAS
 from ..format.rows import StepRow
 from ..read.timeline_reader import RankTimeline
 
@@ -38,9 +38,14 @@ def counted_steps(timelines: Sequence[RankTimeline]) -> list[int]:
 
 def sees_exchanges(timelines: Sequence[RankTimeline]) -> bool:
     """Whether any exchange was seen, or there is none. Otherwise what ranks communicate is unknown, not 0."""
-    return exchanges_none(timelines) or any(
-        any(_has_exchange(row) for row in timeline.steps) or any(row.sent_bytes for row in timeline.thinned)
-        for timeline in timelines
+    meets = any(SETUP_MEETINGS in timeline.setup for timeline in timelines)  # seldom, or after the last step
+    return (
+        meets
+        or exchanges_none(timelines)
+        or any(
+            any(_has_exchange(row) for row in timeline.steps) or any(row.sent_bytes for row in timeline.thinned)
+            for timeline in timelines
+        )
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC
-from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, SyncSpec
+from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, MEASURED_CODEC, SyncSpec
 from ..read.run_reader import RunRecords
 from .figures import mean
 
@@ -69,7 +69,7 @@ def _meeting_notes(records: RunRecords) -> list[str]:
         if spec.momentum:
             remedy = "take sync=local" + (f":H={spec.steps}" if count >= _FEW_MEETINGS else " and a smaller H")
         elif records.plan.get("sync") == MEASURED:
-            remedy = f"take sync=local:H={min(spec.steps // 2, DEFAULT_STEPS)} and codec=int4"
+            remedy = f"take sync=local:H={min(spec.steps // 2, DEFAULT_STEPS)} and codec={MEASURED_CODEC}"
         notes.append(f"warning: {few}: at equal samples expect a higher loss than without sync; {remedy}")
     return notes
 

@@ -11,10 +11,13 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from ....core.vocabulary import events
+from ....core.vocabulary.codec_spec import AUTO, NONE
 from ....core.vocabulary.events import CHECKPOINT, DATA, EVALUATION, EXCHANGE, GARBAGE_COLLECTION, OTHER
 from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.sync_spec import MEASURED_CODEC
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median
+from ...figures.inexact import codec_of
 from ...format.phases import step_seconds
 from ...read.run_reader import RunRecords
 from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
@@ -29,6 +32,7 @@ _START_SHARE = 0.05
 _RARER = 4
 _COLLECT_ONCE = "import gc; gc.collect(); gc.freeze(); gc.disable()   # once, before the loop"
 _UNKNOWN = "look for what happens at these steps; mark it with fd.phase to see it by name"
+_KEEP = "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
 _PERSISTENT = "persistent_workers=True  # argument of the DataLoader"
 _LESS_EVALUATION = "evaluate on fewer samples, or divided over the ranks: fd.shard(loader, evaluate=True)"
 _COPY_SHARE = 0.2
@@ -138,15 +142,24 @@ def find_irregular(table: StepTable, explained: Sequence[Finding]) -> list[Findi
             f"the first {len(first)} steps take {times:.1f} times the median",
             *_start_goes_to(table, usual),
         )
-        fix = Fix(
-            "keep what the start makes: compiled code, caches, pinned buffers; or train for more steps a start"
-        )
+        fix = Fix(_of_auto(table) or _KEEP)
         cost = format_cost(extra, share) if share < 1 else f"{format_seconds(extra * len(numbers))} in all"
         title = f"the start is slow: {cost}, spread over all steps"
         if share >= 1:
             title = f"the start is slow: {cost}, more than the {len(later)} steps after it"
         found.append(Finding("warm-up", title, extra, share, evidence=evidence, fixes=(fix,), confidence="medium"))
     return found
+
+
+def _of_auto(table: StepTable) -> str:
+    """Return what ends the measuring of codec "auto", whose first exchanges are not coded; empty without it."""
+    if table.records.plan.get("codec") != AUTO:
+        return ""
+    sync, codec = table.records.timelines[0].setup.get(events.SETUP_SYNC), codec_of(table.records)
+    chosen = (
+        f": sync={sync} codec={MEASURED_CODEC}" if sync else "" if codec in (AUTO, NONE) else f": codec={codec}"
+    )
+    return f'codec "auto" measures with exchanges that are not coded: name what it chose{chosen}'
 
 
 def _start_goes_to(table: StepTable, usual: float) -> tuple[str, ...]:
