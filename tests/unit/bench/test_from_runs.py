@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from farandole.bench.cluster import from_runs
 from farandole.bench.cluster.from_runs import correct_cluster, describe_refit
 from farandole.cli.main import run
 from farandole.core.cluster.cluster_file import read_cluster, write_cluster
 from farandole.core.cluster.collective import collective_work
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.plan.held.refit import Observation
 from tests.unit.observe.synthetic import Machine, write_run
 from tests.unit.plan.held.test_refit import CLUSTER
 
@@ -23,6 +25,9 @@ MACHINE = Machine(
     latency_seconds=1e-3,
     bucket_bytes=(1_000_000, 4_000_000, 8_000_000, 2_000_000),
 )
+
+
+TYPED = "farandole run --plan p.toml --set tensor=1 --set=zero=1 -- python t.py --set x"
 
 
 def test_the_link_and_a_slow_rank_are_found_and_the_rest_stays(tmp_path: Path) -> None:
@@ -74,8 +79,31 @@ def test_runs_that_tell_nothing_are_refused(tmp_path: Path) -> None:
     for machine, problem in (
         (replace(MACHINE, plan={}), "predicts nothing"),
         (replace(MACHINE, steps=8), "expected at least 10"),
-        (replace(MACHINE, plan={"predicted": {**PREDICTED, "ranks": 8}}), "made for 8 ranks, and 4 ran"),
+        (replace(MACHINE, plan={"predicted": {**PREDICTED, "ranks": 8}}), "for 8 ranks, and 4 ran"),
+        (replace(MACHINE, plan={"predicted": {**PREDICTED, "global_batch": 64}}), "for 64 samples a step, and 32"),
+        (
+            replace(
+                MACHINE,
+                facts={
+                    "command": ["python", "t.py", "--set", "x"],
+                    "typed_command": TYPED.split(),
+                },
+            ),
+            "predicted without --set tensor=1 --set zero=1: no test",
+        ),
     ):
-        run = write_run(tmp_path / problem[:8], machine)
+        run = write_run(tmp_path / problem[-8:], machine)
         with pytest.raises(ConfigError, match=problem):
             correct_cluster(CLUSTER, [run])
+
+
+def test_an_operation_is_told_once() -> None:
+    """By buckets of a data parallel run, and not by the one number of a tensor parallel run as well."""
+    path = "tiers.0.collectives.all_reduce"
+    buckets = Observation("buckets of a", 0.01, {f"{path}.latency_seconds": 2.0, f"{path}.bytes_per_second": 1e6})
+    compute = Observation("compute of b", 0.1, {"device.compute.fp32.*": 0.1})
+    gathered = Observation("tensor of b", 0.02, {f"{path}.*": 0.01})
+    kept, left = from_runs._told_once([buckets, gathered, compute, gathered])
+    assert kept == [buckets, compute]
+    assert left == ["tensor of b: buckets of gradients tell more of its operation"]
+    assert from_runs._told_once([gathered, compute]) == ([gathered, compute], [])

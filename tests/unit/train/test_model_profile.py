@@ -22,7 +22,7 @@ from farandole.train.analysis.batches import Batches
 from farandole.train.analysis.measure import Timing, fit, measure_units
 from farandole.train.memory.alike import activations_of, longest_run
 from farandole.train.memory.fake_pass import fake_mode, make_fake
-from farandole.train.memory.user_pass import recomputed
+from farandole.train.memory.user_pass import inputs_and_targets, recomputed
 
 from .analysed_models import (
     HEADS,
@@ -326,6 +326,31 @@ def test_a_figure_that_does_not_grow_with_the_batch_is_named() -> None:
 def test_what_is_no_training_is_one_clear_error(make_model: Any, make_batch: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         analyse(make_model, make_batch)
+
+
+def classes(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs, labels)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_a_pair_is_inputs_and_targets_where_the_model_takes_one(kind: Any) -> None:
+    """As a loader gives them: the labels go to the loss, not to the model."""
+
+    def inputs(n: int) -> torch.Tensor:
+        return torch.zeros(n, 64, dtype=torch.float32)
+
+    def labels(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+        return classes(outputs, torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device))
+
+    pair = analyse(mlp, lambda n: kind((inputs(n), torch.zeros(n, dtype=torch.int64))), loss=classes)
+    made = analyse(mlp, inputs, loss=labels)
+    assert [each.forward_flops for each in pair.units] == [each.forward_flops for each in made.units]
+    assert (pair.can_be_cut, pair.blocks) == (made.can_be_cut, made.blocks)
+    with pytest.raises(ConfigError, match=r"the forward pass, or the loss, raised \w+"):
+        analyse(mlp, inputs, loss=lambda outputs, batch: classes(outputs, batch[:1].long()))
+    two = inputs_and_targets(nn.Bilinear(2, 2, 2), (1, 2), classes)
+    assert two == ((1, 2), (1, 2)), "a model that takes both gets both, and so does its loss"
+    assert inputs_and_targets(mlp(), (1, 2), None) == ((1, 2), (1, 2))
 
 
 def test_an_unknown_optimizer_is_named() -> None:

@@ -21,12 +21,12 @@ from ...core.cluster.collective import collective_work
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, DataError, PlanError
-from ...core.vocabulary.predicted import RANKS, STEP, TERMS
+from ...core.vocabulary.predicted import STEP, TERMS
 from ...core.vocabulary.spec import Plan
 from ...observe.figures.counted import counted_steps
 from ...observe.figures.figures import mean
 from ...observe.figures.measured_terms import MeasuredTerm, measured_terms
-from ...observe.figures.prediction_check import predicted_of
+from ...observe.figures.prediction_check import predicted_of, why_no_test
 from ...observe.figures.step_parts import StepParts, step_parts
 from ...observe.figures.waits import rows_by_step, wires_of
 from ...observe.format.rows import StepRow
@@ -75,12 +75,25 @@ def correct_cluster(cluster: Cluster, runs: Sequence[Path]) -> Refit:
     read = [_read(path) for path in runs]
     noted = note_runs(cluster, [run.name for run in read])
     observations = [each for run in read for each in _observe(cluster, run)]
+    observations, left = _told_once(observations)
     found = refit(cluster, observations)
     speeds = dict(cluster.rank_speeds)
     for run in read:
         speeds |= _speeds(cluster, run)
     corrected = replace(found.cluster, rank_speeds=speeds, fingerprint=noted.fingerprint)
-    return replace(found, cluster=corrected, notes=tuple(note for run in read for note in run.notes))
+    return replace(found, cluster=corrected, notes=(*(note for run in read for note in run.notes), *left))
+
+
+def _told_once(observations: Sequence[Observation]) -> tuple[list[Observation], list[str]]:
+    """Leave out what has one number for an operation whose buckets tell it better; return why, too."""
+    by_bucket = {path.rpartition(".")[0] for each in observations for path in each.features if path[-1] != "*"}
+    kept, left = [], {}
+    for each in observations:
+        if any(path[-1] == "*" and path.removesuffix(".*") in by_bucket for path in each.features):
+            left[each.name] = f"{each.name}: buckets of gradients tell more of its operation"
+        else:
+            kept.append(each)
+    return kept, list(left.values())
 
 
 def describe_refit(found: Refit, before: Cluster) -> str:
@@ -124,17 +137,14 @@ def _read(path: Path) -> _Run:
         )
     if len(timelines) < records.size:
         raise DataError(f"{path}: {records.size - len(timelines)} of {records.size} ranks left no steps")
-    if predicted.get(RANKS, records.size) != records.size:
-        raise ConfigError(
-            f"{path}: the plan was made for {round(predicted[RANKS])} ranks, and {records.size} ran",
-            remedy="give a run of as many ranks as the plan is for",
-        )
     steps = set(counted_steps(timelines))
     if len(steps) < LEAST_STEPS:
         raise ConfigError(
             f"{path}: {len(steps)} steps after the warm-up, expected at least {LEAST_STEPS}",
             remedy="let it run longer",
         )
+    for problem in why_no_test(records):
+        raise ConfigError(f"{path}: {problem}", remedy="give a run of the plan as it was made")
     parts = [[part for part in own if part.step in steps] for own in step_parts(timelines)]
     try:
         plan = Plan.from_mapping(records.plan, where=f"{path}: run.json: plan")

@@ -192,7 +192,7 @@ def check_prediction(records: RunRecords) -> PredictionCheck | None:
         interval_seconds=interval if LOW in predicted or HIGH in predicted else None,
         terms=_terms(predicted, timelines, parts, seconds),
         peak=_peak(predicted, timelines),
-        notes=tuple(_notes(predicted, records, timelines, steps)),
+        notes=tuple(why_no_test(records)),
         run=str(records.directory),
     )
 
@@ -241,17 +241,20 @@ def _terms(
     )
 
 
-def _notes(
-    predicted: Mapping[str, float], records: RunRecords, timelines: Sequence[RankTimeline], steps: set[int]
-) -> list[str]:
-    notes = []
+def why_no_test(records: RunRecords) -> list[str]:
+    """Return why a run is no test of what its plan predicts: other ranks or samples than it is for; or nothing."""
+    predicted, notes = predicted_of(records), []
+    timelines = [timeline for timeline in records.timelines if timeline.steps]
     ranks = predicted.get(RANKS)
     if ranks is not None and round(ranks) != records.size:
         notes.append(f"predicted for {round(ranks)} ranks, and {records.size} ran: no test of the prediction")
+    changes = _changes_beside_plan(records)
+    if predicted and changes:
+        notes.append(f"predicted without --set {' --set '.join(changes)}: no test of the prediction")
     batch = predicted.get(GLOBAL_BATCH)
     if batch is None or not records.plan.get("predicted"):
         return notes
-    by_step = dict.fromkeys(steps, 0)
+    by_step = dict.fromkeys(counted_steps(timelines), 0)
     for timeline in timelines:
         for row in timeline.steps:
             if row.step in by_step:
@@ -259,9 +262,23 @@ def _notes(
     samples = median(by_step.values()) if by_step else 0
     if samples and samples != batch:
         notes.append(
-            f"predicted for {round(batch)} samples a step, and {samples:g} were: no test of the prediction"
+            f"predicted for {round(batch)} samples a step, and {samples:g} were: no test of the prediction; give "
+            "the script that batch"
         )
     return notes
+
+
+def _changes_beside_plan(records: RunRecords) -> list[str]:
+    """Return what ``--set`` changed of the plan of ``--plan``, whose prediction is of the plan as it was."""
+    typed, command = (records.facts.get(name) for name in ("typed_command", "command"))
+    if not isinstance(typed, list) or not isinstance(command, list):
+        return []
+    words = [str(word) for word in typed[: len(typed) - max(0, len(command) - 1)]]  # the rest is the script's
+    if not any(word.partition("=")[0] == "--plan" for word in words):
+        return []
+    pairs = zip(words, [*words[1:], ""], strict=True)
+    settings = [following if word == "--set" else word for word, following in pairs if word.startswith("--set")]
+    return [each.removeprefix("--set=") for each in settings]
 
 
 def _peak(predicted: Mapping[str, float], timelines: Sequence[RankTimeline]) -> PeakCheck | None:

@@ -88,7 +88,7 @@ def refit(cluster: Cluster, observations: Sequence[Observation]) -> Refit:
     spread = _bootstrap(usable, rows, near)
     corrections = []
     for path, factor, start, (low, high) in zip(paths, factors, near, spread, strict=True):
-        if abs(factor - start) <= LEAST_CHANGE:
+        if abs(factor - start) <= LEAST_CHANGE or (factor <= _LEAST_FACTOR < start):  # or it vanished: not told
             continue
         wide = _WIDEST * factor if sum(path in each.features for each in usable) < _FEW else 0.0
         interval = min(low, factor - wide), max(high, factor + wide)

@@ -25,7 +25,7 @@ from ..memory.find_micro_batch import available_bytes
 from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
 from ..memory.probe import Question, make_on_meta, probe, weight_facts
 from ..memory.user_code import describe, errors_of_user
-from ..memory.user_pass import Loss, batch_in, recomputed, weight_type
+from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
 from .batches import Batches, batch_bytes, resized
 from .marks import Marks, find_marks
 from .pipeline_cut import why_not_cut
@@ -54,9 +54,10 @@ def analyse(
         make_model: returns the model, any `nn.Module`; it is called on the meta device, so that nothing is
             allocated, and once more if it must be run for real.
         make_batch: returns a batch of the number of samples that it gets, or, without a parameter, an example: a
-            tensor, a sequence of the model's positional arguments, or a mapping of its named ones. The first
-            dimension counts the samples.
-        loss: from what the model returns, and the batch, to a scalar; by default the sum of what it returns.
+            tensor, a sequence of the model's positional arguments, or a mapping of its named ones; with `loss`, a
+            pair of such inputs and targets too. The first dimension counts the samples.
+        loss: from what the model returns, and the batch (of a pair the targets), to a scalar; by default the sum
+            of what it returns.
         optimizer: a name as in ``farandole estimate``.
         device: "cpu" or "cuda": whose operations are counted.
         measure: whether each distinct unit is also run for real on this machine, forward and backward, for its
@@ -82,7 +83,7 @@ def analyse(
             with torch.device(device):
                 batch, samples = batches.example()
             found = _TwoPasses(model, batch, samples, loss, device).record_folded(marks)
-        reason = why_not_cut(model, batch, fold=True)
+        reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
         answer = probe(Question(lambda: model, lambda: batch, loss, optimizer, device, fold=True))
         memory, why = answer.facts, answer.notes
     except Exception as error:
@@ -91,7 +92,7 @@ def analyse(
         notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
         model, batch, samples = _make_real(make_model, batches, device)
         found = _TwoPasses(model, batch, samples, loss, device).record(find_marks(model), {})
-        reason = why_not_cut(model, batch, fold=False)
+        reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=False)
         memory, why = _real_memory(model, batch, loss, optimizer, device)
     notes += [note for note in (*why, *found.notes) if note not in notes]
     parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))

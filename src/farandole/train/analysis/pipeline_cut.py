@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from ...parallel.pipeline.layout import starts_of_layers
 from ...parallel.pipeline.trace import trace, traced_through
 from ..memory.alike import NotAlikeError, foldable, skipped
 from ..memory.fake_pass import needs_values
+from ..memory.user_pass import as_call
 
 
 def why_not_cut(model: nn.Module, batch: Any, *, fold: bool) -> str:
@@ -46,12 +46,3 @@ def _why_not(model: nn.Module, batch: Any) -> str:
     if not starts_of_layers(program, model):
         return f"forward of {type(model).__name__} calls one module with parameters alone"
     return ""
-
-
-def as_call(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments that a batch is."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return tuple(batch), {}
-    return (batch,), {}

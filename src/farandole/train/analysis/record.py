@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from ...parallel.context.attention import AttentionCall
 from ..memory.fake_pass import errors_of_pass
 from ..memory.live_storages import storages_of
-from ..memory.user_pass import Loss, forward_loss
+from ..memory.user_pass import Loss, forward_loss, passes_of
 from .flops import flops_of
 from .marks import Marks
 from .spans import PassSpans, fp32_bytes
@@ -301,7 +301,10 @@ def record(model: nn.Module, batch: Any, loss: Loss | None, marks: Marks, *, dev
     spans = PassSpans(model)
     recorder = PassRecorder(model, spans, marks)
     with recorder.hooks(model), spans.watching(), recorder, _AttentionWatch(spans):
-        with errors_of_pass("the forward pass"), saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        with (
+            errors_of_pass(passes_of(loss)),
+            saved_tensors_hooks(recorder.pack, lambda tensor: tensor),
+        ):
             scalar = forward_loss(model, batch, loss, device=device, precision="fp32")
         recorder.is_backward = True
         with errors_of_pass("the backward pass"):

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...plan.memory import ActivationFacts
 from .live_storages import LiveStorages
 from .user_code import errors_of_user
-from .user_pass import Loss, forward_loss
+from .user_pass import Loss, forward_loss, passes_of
 
 _NEEDS_VALUES = (
     DataDependentOutputException,
@@ -92,7 +92,7 @@ def run_pass(model: nn.Module, batch: Any, loss: Loss | None, *, device: str, pr
         if isinstance(tensor, torch.Tensor):
             live.count(tensor)
     with live, silent_logger():
-        with errors_of_pass("the forward pass"):
+        with errors_of_pass(passes_of(loss)):
             scalar = forward_loss(model, batch, loss, device=device, precision=precision)
         saved_bytes, weight_copy_bytes = live.live_bytes, live.copy_bytes
         with errors_of_pass("the backward pass"):

@@ -60,7 +60,8 @@ def forward_loss(model: nn.Module, batch: Any, loss: Loss | None, *, device: str
 
     Args:
         model: the model.
-        batch: a tensor, a sequence of positional arguments, or a mapping of keyword arguments.
+        batch: a tensor, a sequence of positional arguments, or a mapping of keyword arguments; with a loss also a
+            pair of one of these and targets: see `inputs_and_targets`.
         loss: see `Loss`; None: the sum of what the model returns, or its ``loss``.
         device: "cpu" or "cuda", for autocast.
         precision: one of `farandole.plan.memory.PRECISIONS`.
@@ -69,7 +70,9 @@ def forward_loss(model: nn.Module, batch: Any, loss: Loss | None, *, device: str
     """
     autocast = torch.autocast(device, torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
     with autocast:
-        scalar = scalar_loss(_call(model, batch), batch, loss)
+        inputs, targets = inputs_and_targets(model, batch, loss)
+        arguments, named = as_call(inputs)
+        scalar = scalar_loss(model(*arguments, **named), targets, loss)
     if not scalar.requires_grad:
         raise ConfigError(
             "what the model returns depends on no trainable parameter, so there is no backward pass",
@@ -78,12 +81,38 @@ def forward_loss(model: nn.Module, batch: Any, loss: Loss | None, *, device: str
     return scalar
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return model(*batch)
-    return model(batch)
+def passes_of(loss: Loss | None) -> str:
+    """Return what `forward_loss` runs, in words."""
+    return "the forward pass" if loss is None else "the forward pass, or the loss,"
+
+
+def inputs_and_targets(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Any, Any]:
+    """Return what the model is called with, and what the loss gets beside its outputs: the batch is both.
+
+    But with a loss, a pair that `forward` does not take as two arguments is (inputs, targets), as of a loader.
+    """
+    if loss is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        return batch, batch
+    takes_one = _takes(model, batch[0]) and not _takes(model, batch)
+    return (batch[0], batch[1]) if takes_one else (batch, batch)
+
+
+def _takes(model: nn.Module, inputs: Any) -> bool:
+    arguments, named = as_call(inputs)
+    try:
+        inspect.signature(model.forward).bind(*arguments, **named)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and named arguments that inputs of a model are."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
+        return tuple(inputs), {}
+    return (inputs,), {}
 
 
 def _check_loss(loss: Loss) -> None:

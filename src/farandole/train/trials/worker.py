@@ -34,7 +34,7 @@ from ..analysis.batches import Batches, as_inputs
 from ..memory.optimizers import make_optimizer
 from ..memory.trial import set_limit
 from ..memory.user_code import errors_of_user, load_function
-from ..memory.user_pass import Loss, batch_in, forward_loss, scalar_loss
+from ..memory.user_pass import Loss, batch_in, forward_loss, inputs_and_targets, scalar_loss
 from .contract import MARK, TrialSteps, TrialWork
 
 
@@ -104,8 +104,8 @@ def _step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss | None,
     plan = plan_of(model)
     assert plan is not None, "it is distributed"
     if work.passes == 1 and (plan.pipeline != 1 or plan.micro_batches > 1):
-        inputs = as_inputs(batch)
-        fd.step(model, lambda output, targets: scalar_loss(output, targets, loss), inputs, inputs)
+        inputs, targets = (as_inputs(each) for each in inputs_and_targets(model, batch, loss))
+        fd.step(model, lambda output, wanted: scalar_loss(output, wanted, loss), inputs, targets)
     else:
         for number in range(work.passes):
             each = work.samples // work.passes

@@ -88,6 +88,14 @@ def test_a_latency_of_zero_can_be_found() -> None:
     assert found.cluster.tiers[0].collectives["all_reduce"].latency_seconds.value == pytest.approx(5e-4, rel=0.05)
 
 
+def test_a_latency_that_vanishes_in_the_fit_stays_as_it_was() -> None:
+    """Buckets of so many bytes say nothing of it: five nanoseconds were written."""
+    found = refit(CLUSTER, observations(0.0, 1e8))
+    before, after = (each.tiers[0].collectives["all_reduce"].latency_seconds for each in (CLUSTER, found.cluster))
+    assert before.value
+    assert after == before
+
+
 def test_nothing_to_fit_and_unknown_figures_are_errors() -> None:
     with pytest.raises(ConfigError, match="there is nothing to fit"):
         refit(CLUSTER, [Observation("pauses", 1.0, {})])
