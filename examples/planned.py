@@ -35,7 +35,7 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--global-batch", type=int, default=16, help="sequences of a step, over all ranks")
+    parser.add_argument("--global-batch", type=int, default=64, help="sequences of a step, over all ranks")
     arguments = parser.parse_args()
     world = fd.init()
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def main() -> None:
         if step + 1 >= arguments.steps:
             break
     if world.rank == 0:
-        print(f"loss {float(mean):.3f} after {arguments.steps} steps")
+        print(f"loss {float(mean):.3f} after {step + 1} steps")
 
 
 if __name__ == "__main__":

@@ -179,7 +179,7 @@ def test_a_model_over_three_degrees_trains_as_one_process(
 def test_a_plan_is_found_and_trains(tmp_path: Path) -> None:
     name = EXAMPLES / "planned.py"
     words = [f"{name}:make_model", "--batch", f"{name}:make_batch", "--loss", f"{name}:loss", "--gpus", "2"]
-    words += ["--cluster", "4xrtx-4090+25gbe", "--global-batch", "16", "--fix", "accumulate=1", "--effort", "100"]
+    words += ["--cluster", "4xrtx-4090+25gbe", "--global-batch", "64", "--fix", "accumulate=1", "--effort", "100"]
     found = run(tmp_path, "plan", *words, "--out", "plan.toml", timeout=60)
     assert found.returncode == 0, found.stderr
     assert "Rejected, with the best plan of each kind" in found.stdout
@@ -188,6 +188,7 @@ def test_a_plan_is_found_and_trains(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert last_loss(done.stdout.replace(" after 20 steps", "")) < 5.0, done.stdout
     assert "predicted     measured" in done.stdout + done.stderr, "the run is not held to its plan"
+    assert "no test of the prediction" not in done.stdout + done.stderr, "its batch is that of README's plan"
 
 
 def test_staged_training_goes_on_in_its_schedule(tmp_path: Path) -> None:

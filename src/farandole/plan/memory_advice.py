@@ -52,9 +52,8 @@ def least_possible(facts: ModelFacts, setting: Setting, choice: Choice) -> WayTo
     """Return the least memory that there is: every change at once, on the most ranks, without a batch."""
     best = _most_frugal(facts, setting)._replace(stage="3", ranks=MOST_RANKS)
     memory = memory_of(facts, best, ranks_per_host=choice.ranks_per_host, batch_factor=0)
-    text = (
-        f"precision {best.precision}, recompute {best.recompute}, stage 3 on {MOST_RANKS} ranks, without a batch"
-    )
+    stage = f"ZeRO stage 3 on {MOST_RANKS} ranks"
+    text = f"precision {best.precision}, recompute {best.recompute}, {stage}, without a batch"
     return WayToFit(text, memory.total_bytes)
 
 
@@ -66,12 +65,12 @@ def _single_changes(facts: ModelFacts, setting: Setting) -> Iterator[tuple[str, 
             yield f"precision {precision}", setting._replace(precision=precision)
     for stage in STAGES[STAGES.index(setting.stage) + 1 :]:
         if stage != "hybrid" and setting.ranks > 1:
-            yield f"stage {stage}", setting._replace(stage=stage)
+            yield f"ZeRO stage {stage}", setting._replace(stage=stage)
 
 
 def _more_ranks(setting: Setting) -> list[tuple[str, Setting]]:
     return [
-        (f"stage 3 on {count} ranks", setting._replace(stage="3", ranks=count))
+        (f"ZeRO stage 3 on {count} ranks", setting._replace(stage="3", ranks=count))
         for count in RANKS
         if count > setting.ranks
     ]

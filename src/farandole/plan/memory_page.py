@@ -158,7 +158,7 @@ class Estimate:
         too_much = format_bytes(needed_bytes - limit_bytes)
         lines = [
             f"does not fit into {format_bytes(limit_bytes)} on {ranks} rank{'s' * (ranks > 1)}: the least is "
-            f"{format_bytes(needed_bytes)}, {too_much} too much, at stage {stage}, "
+            f"{format_bytes(needed_bytes)}, {too_much} too much, at ZeRO stage {stage}, "
             f"precision {precision}, recompute {recompute}"
         ]
         if request.degrees:
@@ -171,7 +171,7 @@ class Estimate:
         best = {name: smallest_of(each) for name, each in self.lighter_rows().items() if each}
         fitting = {name: row for name, row in best.items() if row.fits(limit_bytes)}
         lines += [
-            f"it would fit with {name}, at stage {row.setting.stage}, precision {row.setting.precision}, "
+            f"it would fit with {name}, at ZeRO stage {row.setting.stage}, precision {row.setting.precision}, "
             f"recompute {row.setting.recompute}: {format_bytes(row.total_bytes)}"
             for name, row in fitting.items()
         ]
@@ -210,7 +210,7 @@ class Estimate:
             if best.fits(limit_bytes):
                 stage, precision, recompute, ranks = best.setting
                 return (
-                    f"it would fit on {ranks} ranks, at stage {stage}, precision {precision}, recompute "
+                    f"it would fit on {ranks} ranks, at ZeRO stage {stage}, precision {precision}, recompute "
                     f"{recompute}: {format_bytes(best.total_bytes)}"
                 )
         return f"no number of ranks up to {MOST_RANKS} makes it fit with these degrees"

@@ -157,7 +157,7 @@ def test_states_on_a_disk_are_two_chunks_and_the_command_has_them(
     ]
     assert row["optimizer_bytes"] == 2 * 2**24, "of 105 MB"
     result = answer(capsys, *words, "--memory", f"{row['total_bytes'] + 1_000_000}")
-    assert "it would fit with offload, at stage" in "\n".join(result["advice"])
+    assert "it would fit with offload, at ZeRO stage" in "\n".join(result["advice"])
     assert result["command"].startswith("farandole run -np 1 ")
     assert "--set offload=disk" in result["command"]
     assert run(["estimate", *words, "--memory", "350MB"]) == 0

@@ -85,7 +85,7 @@ def test_the_page_says_how_ranks_divide_the_model_and_what_does_not_fit(
     assert "does not fit into 1 kB on 4 ranks" in page
     assert "no number of ranks up to 1024 makes it fit with these degrees" in page
     assert run(["estimate", *WORDS, "--pipeline", "2", "--np", "2", "--stage", "3", "--memory", "180kB"]) == 0
-    assert "it would fit on 4 ranks, at stage 3" in capsys.readouterr().out
+    assert "it would fit on 4 ranks, at ZeRO stage 3" in capsys.readouterr().out
     assert run(["estimate", *WORDS, "--pipeline", "2", "--np", "4", "--stage", "3", "--memory", "1MB"]) == 0
     assert capsys.readouterr().out.endswith("run -np 4 --set pipeline=2 --set zero=3 -- python SCRIPT.py\n")
 

@@ -139,7 +139,7 @@ def test_remedies_fit(ranks: int, precisions: tuple[str, ...]) -> None:
 def test_more_ranks_are_the_fewest_that_fit() -> None:
     setting = Setting("0", "bf16-weights", "blocks", 1)
     texts = [remedy.text for remedy in remedies(FACTS, setting, 20 * 10**9, Choice())]
-    assert texts == ["stage 3 on 4 ranks"]
+    assert texts == ["ZeRO stage 3 on 4 ranks"]
     before, after = (memory_of(FACTS, setting._replace(stage="3", ranks=ranks)).total_bytes for ranks in (2, 4))
     assert before > 20 * 10**9 >= after
 

@@ -160,5 +160,5 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert run(["estimate", f"{HERE}:make_model", *words]) == 0, capsys.readouterr().err
     heard = capsys.readouterr()
     assert heard.out == "micro-batch 1, accumulate 1, on 3 ranks: 3 samples in a step\n"
-    assert "trial: 1 samples fit" in heard.err
+    assert "trial: 1 sample fits" in heard.err
     assert HERE in sys.modules

@@ -25,7 +25,7 @@ EVERY_STEP: Final = "every_step"
 MEASURED: Final = "auto"
 """Begins with each step, and chooses by what was measured: see `sync.measured`."""
 MEASURED_CODEC: Final = "int4"
-"""Of local steps that it chooses: four bits lose next to nothing of what ranks changed (Douillard 2501.18512)."""
+"""What its local steps send: four bits lose next to nothing of what ranks changed (Douillard 2501.18512)."""
 DEFAULT_STEPS: Final = 30
 SERVER: Final = "server"
 ASYNC: Final = "async"

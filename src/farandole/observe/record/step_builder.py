@@ -50,7 +50,8 @@ class StepBuilder:
         self._clear()
 
     def _clear(self) -> None:
-        self._samples = self._told = 0
+        self._samples = [0, 0]
+        """Those of batches that were waited for, and those that the loop told."""
         self._data_cpu: float | None = None
         self._phases: list[Phase] = []
         self._more: dict[str, float] = {}
@@ -81,13 +82,13 @@ class StepBuilder:
             self._exchange(event)
         elif isinstance(event, DataWait):
             self._phase(Phase(DATA, event.begin_seconds, event.end_seconds))
-            self._samples += event.samples
+            self._samples[0] += event.samples
             if event.cpu_seconds is not None:
                 self._data_cpu = (self._data_cpu or 0.0) + event.cpu_seconds
         elif isinstance(event, Logged):
             self._loss = event.loss if event.loss is not None else self._loss
             self._total = event.total_steps if event.total_steps is not None else self._total
-            self._told += event.samples
+            self._samples[1] += event.samples
             if event.tokens is not None:
                 self._tokens = (self._tokens or 0) + event.tokens
         elif isinstance(event, Started):
@@ -155,7 +156,7 @@ class StepBuilder:
             self._begin,
             event.end_seconds,
             data + more.get(DATA, 0.0),
-            self._own("samples", self._told or self._samples),
+            self._own("samples", self._samples[1] or self._samples[0]),
             self._exchanges,
             self._loss,
             None if self._tokens is None else self._own("tokens", self._tokens),

@@ -9,10 +9,10 @@ from torch import nn
 
 from ...core.vocabulary.errors import PlanError
 from ...parallel.pipeline.layout import starts_of_layers
+from ...parallel.pipeline.micro_batches import as_call
 from ...parallel.pipeline.trace import trace, traced_through
 from ..memory.alike import NotAlikeError, foldable, skipped
 from ..memory.fake_pass import needs_values
-from ..memory.user_pass import as_call
 
 
 def why_not_cut(model: nn.Module, batch: Any, *, fold: bool) -> str:

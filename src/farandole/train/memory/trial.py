@@ -83,7 +83,7 @@ class TrialResult:
     def to_text(self) -> str:
         """Return one line to be read."""
         if self.fits:
-            return f"{self.samples} samples fit" + (
+            return f"{self.samples} sample{'s' * (self.samples != 1)} fit{'s' * (self.samples == 1)}" + (
                 f": {format_bytes(self.peak_bytes)}" if self.peak_bytes else ""
             )
         return f"{self.samples} samples do not fit: {self.reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
+from ...parallel.pipeline.micro_batches import as_call
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From what a model returns, and the batch, to a scalar."""
@@ -104,15 +105,6 @@ def _takes(model: nn.Module, inputs: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and named arguments that inputs of a model are."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    if isinstance(inputs, Sequence) and not isinstance(inputs, (str, bytes)):
-        return tuple(inputs), {}
-    return (inputs,), {}
 
 
 def _check_loss(loss: Loss) -> None:

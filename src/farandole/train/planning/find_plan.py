@@ -198,7 +198,7 @@ def _profile(
     if model is None or batch is None:
         raise ConfigError(
             f"there is no {'model' if model is None else 'batch'} to plan for",
-            remedy="give a function for the model and one for its batch, or a profile",
+            remedy="give a function for the model and one for its batch (plan --batch), or a profile (--profile)",
         )
     make: Callable[[], nn.Module] = model
     where = as_a_rank_of(cluster) if chosen.measure else {}
