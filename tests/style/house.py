@@ -88,8 +88,8 @@ fixes that are taken as pasted, and waits within a group; 164 for spawned worker
 handlers of signals and terminals; 376 went: switches, segmented collectives of `bench`, and a second timeline.
 231 for fixes that a script with its own plan or a loop of Lightning takes, batches drawn ahead, bytes of stepped
 parameters, what a codec can carry, and jobs of schedulers that are checked before they wait. 188 for
-what is said of trainings unlike one process, runs compared by samples and loss, corrections by runs that are a test, batches of
-inputs and targets, and a mean loss that travels behind backward.
+what is said of trainings unlike one process, runs compared by samples and loss, corrections by runs that are a
+test, batches of inputs and targets, and a mean loss that travels behind backward.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
