@@ -26,6 +26,7 @@ def write_run(
     hosts: int = 1,
     around_seconds: float = 0.0,
     slow_steps: int = 0,
+    setup: dict[str, str] | None = None,
 ) -> Path:
     """Write a run of two ranks that meet after every `every` steps, with `around_seconds` of work for it.
 
@@ -44,6 +45,7 @@ def write_run(
     for rank in range(2):
         writer = EventWriter(directory, rank)
         writer.record(Started(rank, 2, f"h{rank % hosts}", 1, 0, 100.0, "2026-01-01"))
+        writer.record(Setup(dict(setup or {})))
         if meetings is not None:
             writer.record(Setup({"sync": sync, "meetings": meetings, "meetings_apart": 0.01 * (1 + rank)}))
         at = 100.0
@@ -147,6 +149,8 @@ def test_a_training_unlike_that_of_one_process_says_so(plan: dict[str, object], 
     text = "\n".join(summarise(write_run(tmp_path / "run", plan, every=1)).notes)
     assert said in text
     assert bool(said) == ("docs/sync.md" in text)
+    of_torch = write_run(tmp_path / "ddp", plan, every=1, setup={"wrapper": "DistributedDataParallel"})
+    assert not any("docs/sync.md" in note for note in summarise(of_torch).notes), "it has no plan"
 
 
 def test_long_steps_of_meetings_are_no_riddle(tmp_path: Path) -> None:

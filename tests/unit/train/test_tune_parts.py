@@ -255,6 +255,9 @@ def test_a_tuned_run_is_told_and_its_plan_is_read_by_run(tmp_path: Path) -> None
     line = f"{' '.join(begin)} farandole run --plan runs/x/tuned.toml -- python train.py"
     assert emulated[-1] == f"next: {line}"
     assert emulated[-2].endswith("compare the loss")
+    for words in ([*begin[:-1], *typed[7:]], [*begin, "python", "-m", *typed[7:]]):
+        assert tuning_page(found, "runs/x", "python train.py", words)[-1] == emulated[-1], words
+    assert tuning_page(found, "runs/x", "x", ["farandole", "tune"])[-1].startswith("next: farandole run --plan")
     plan = Plan.read(tmp_path / "tuned.toml")
     assert plan == Plan(bucket_bytes=MIB), "the route stays open"
     assert not plan.predicted, "that was predicted for other settings"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC
+from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, SETUP_WRAPPER
 from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, MEASURED_CODEC, SyncSpec
 from ..read.run_reader import RunRecords
 from .figures import mean
@@ -47,7 +47,11 @@ def codec_of(records: RunRecords) -> str:
 
 def inexact_notes(records: RunRecords) -> list[str]:
     """Return what makes the training of a run another than that of one process; nothing of other runs."""
-    return [*_meeting_notes(records), *_server_notes(sync_of(records)), *codec_notes(codec_of(records))]
+    notes = _meeting_notes(records)
+    is_ours = not any(SETUP_WRAPPER in timeline.setup for timeline in records.timelines)  # torch's has no plan
+    if records.size > 1 and is_ours:
+        notes += [*_server_notes(sync_of(records)), *codec_notes(codec_of(records))]
+    return notes
 
 
 def _meeting_notes(records: RunRecords) -> list[str]:

@@ -98,6 +98,7 @@ def tuning_page(
     lines.append(f"stopped: {tuning['stopped']}; {tuning['trial_steps']} steps ran by settings on trial")
     lines += [f"note: {note}" for note in tuning["notes"]]
     lines += [f"note: {note}" for note in codec_notes(str(tuning["best"].get("codec", NONE)))]
-    emulated = list(typed[: typed.index("farandole", 2)]) if list(typed[1:2]) == ["emulate"] else []
+    end = next((at for at, word in enumerate(typed[2:], 2) if word in ("--", "farandole", "python")), 0)
+    emulated = [*typed[:end], "--"] if end and typed[1] == "emulate" else []
     lines.append(f"next: {shlex.join([*emulated, 'farandole'])} run --plan {directory}/{TUNED_PLAN} -- {command}")
     return lines

@@ -60,7 +60,9 @@ def doctor_line(records: RunRecords, hosts: Sequence[str]) -> str:
     if typed[:2] != ["farandole", "emulate"]:
         return shlex.join(["farandole", "doctor", "-H", ",".join(hosts)])
     options: list[str] = []
-    for word, following in zip(typed[2:], [*typed[3:], ""], strict=True):
+    script = _words(records.facts.get("command"))
+    end = next((at for at, word in enumerate(typed) if word in ("--", *script[1:2])), len(typed))
+    for word, following in zip(typed[2:end], [*typed[3:end], ""], strict=True):
         name, equals, _ = word.partition("=")
         options += ([word] if equals else [word, following]) if name in _NETWORK else []
     return shlex.join(["farandole", "emulate", *options, "--", "farandole", "doctor"])
