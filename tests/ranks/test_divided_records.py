@@ -94,6 +94,17 @@ def test_a_meeting_is_part_of_the_step_that_it_ends(tmp_path: Path) -> None:
         assert meeting.wait_end_seconds <= optimizer.end_seconds, "and part of its optimizer.step()"
 
 
+def test_first_steps_that_exchange_gradients_are_no_missing_meetings(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = warm.run(
+        tmp_path, "run", "-np", "2", "--run-dir", "run", "--set", "sync=post_local", "--", "python", "train.py"
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["sent_bytes_per_step"] > 0
+    assert not any("meeting" in note for note in summary["notes"])
+
+
 @pytest.mark.parametrize("setting", ["codec=int8", "weight_codec=int8", 'codec_for={"*"="int8"}'])
 def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting: str) -> None:
     (tmp_path / "train.py").write_text(

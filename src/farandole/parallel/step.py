@@ -98,11 +98,12 @@ def step(
     layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
     held = here.session.holds_passes
     begun: list[_MeanLoss] = []
+    ignored = batch.ignored() if count is None and not is_alone else []  # before passes, which a device queues
 
     def begin(loss: torch.Tensor) -> None:
         share, context = here.session.batch_weight, here.session.kept(Context)
         within = context.count_share if context is not None and share.count_number else 1.0
-        begun.append(_MeanLoss(model, mesh, loss, share.factor * within, batch if count is None else None))
+        begun.append(_MeanLoss(model, mesh, loss, share.factor * within, ignored))
 
     on_loss = None if is_alone else begin
     tuned = here.session.kept(TunedMicroBatches)
@@ -192,7 +193,8 @@ def evaluate(
         loss = _passes(here, model, loss_function, batch, held=False)
     total = float(samples) if count is None else total
     is_placeholder = here.session.batch_weight.by_samples == 0.0
-    mean = _MeanLoss(model, mesh, loss, 0.0 if is_placeholder else total, batch if count is None else None)
+    ignored = batch.ignored() if count is None else []
+    mean = _MeanLoss(model, mesh, loss, 0.0 if is_placeholder else total, ignored)
     return mean.result()
 
 
@@ -370,17 +372,16 @@ class _MeanLoss:
     """
 
     def __init__(
-        self, model: nn.Module, mesh: Mesh, loss: torch.Tensor, share: float, uncounted: MicroBatches | None
+        self, model: nn.Module, mesh: Mesh, loss: torch.Tensor, share: float, ignored: Sequence[int]
     ) -> None:
-        """`uncounted`: micro-batches of which it is not known what counts."""
+        """`ignored`: by micro-batch how many targets do not count, where nothing says what counts."""
         here = self._here = mesh.here
-        self._ignored = uncounted.ignored() if uncounted is not None else []
-        self._unequal = None if uncounted is None else uncounted.unequal()
+        self._ignored, self._is_unequal = ignored, len(set(ignored)) > 1
         self._is_wide = any(each.dtype == torch.float64 for each in model.parameters())
-        own = loss.detach().to(device=here.device, dtype=torch.float64)
+        own = loss.detach().to(device=here.device, dtype=torch.float64).reshape(1)
         own = own * share if share else torch.zeros_like(own)
-        rest = torch.tensor([share, float(self._unequal is not None)], dtype=torch.float64, device=here.device)
-        self._sums, self._work = torch.cat([own.reshape(1), rest]), None
+        rest = [torch.full_like(own, each) for each in (share, float(self._is_unequal))]
+        self._sums, self._work = torch.cat([own, *rest]), None
         if here.size > mesh.size("pipeline"):
             with translated(here, "mean of the loss"):
                 self._work = dist.all_reduce(self._sums, group=here.group, async_op=True)
@@ -391,6 +392,7 @@ class _MeanLoss:
             with translated(self._here, "mean of the loss"):
                 self._work.wait()
         if self._ignored and float(self._sums[2]):
-            raise self._unequal or unequal_targets(" on another rank")
+            own = f" ({', '.join(map(str, self._ignored))})"
+            raise unequal_targets(own if self._is_unequal else " on another rank")
         mean = self._sums[0] / self._sums[1]
         return mean if self._is_wide else mean.float()

@@ -56,7 +56,8 @@ class Meetings:
         self._exchange = ChangeExchange(here, [each.parameters for each in self.fragments], plan, codec)
         self._buffers = LocalBuffers(model, buffers, here)
         self._thread = ThreadPoolExecutor(1, "farandole-meeting") if self._spec.overlap else None
-        here.session.recorder.record(Setup({SETUP_SYNC: self._spec.to_text(), SETUP_MEETINGS: 0}))
+        if not self._spec.first:
+            here.session.recorder.record(Setup({SETUP_SYNC: self._spec.to_text(), SETUP_MEETINGS: 0}))
 
     def begin(self, step: int) -> None:
         """The parameters as they are, equal on all ranks, are the averaged ones after local step `step`."""

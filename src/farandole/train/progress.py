@@ -44,7 +44,7 @@ def log(
     if samples is not None and (type(samples) is not int or samples < 0):
         raise ConfigError(f"log: samples = {samples!r}, expected a whole number from 0")
     values = {} if metrics is None else {name: _number(name, value) for name, value in metrics.items()}
-    here.session.recorder.record(Logged(loss, tokens, total_steps, values or None, samples or 0))
+    here.session.recorder.record(Logged(loss, tokens, total_steps, values or None, batch_samples=samples))
     trackers = here.session.keep(Trackers, Trackers)
     if values and here.rank == 0:
         trackers.say_if_lost()

@@ -137,6 +137,7 @@ def test_what_to_do_about_few_meetings(plan: str, sync: str, count: int, remedy:
         ({"sync": "async"}, "ranks train on parameters that lack any number of steps of the others"),
         ({"codec": "powersgd:rank=4"}, "codec powersgd:rank=4 sends a part of each gradient now"),
         ({"codec": "topk:0.01"}, "at equal samples expect a higher loss"),
+        ({"codec": "randomk:feedback=false"}, "a part of each gradient now and drops the rest"),
         ({"codec": "sign"}, "at equal samples expect a higher loss"),
         ({"sync": "server"}, ""),
         ({"codec": "int8"}, ""),

@@ -350,6 +350,7 @@ def test_a_pair_is_inputs_and_targets_where_the_model_takes_one(kind: Any) -> No
         analyse(mlp, inputs, loss=lambda outputs, batch: classes(outputs, batch[:1].long()))
     two = inputs_and_targets(nn.Bilinear(2, 2, 2), (1, 2), classes)
     assert two == ((1, 2), (1, 2)), "a model that takes both gets both, and so does its loss"
+    assert inputs_and_targets(nn.Bilinear(2, 2, 2), ({"input1": 1}, 2), classes) == ({"input1": 1}, 2)
     assert inputs_and_targets(mlp(), (1, 2), None) == ((1, 2), (1, 2))
 
 

@@ -182,7 +182,7 @@ class Logged:
     metrics: Mapping[str, float] | None = None
     """Other values by name."""
     samples: int = 0
-    """Samples of this rank: they hold where waits for batches count some, too."""
+    batch_samples: int | None = None  # of this rank: beside those of batches that were waited for, or instead
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from ...core.vocabulary.units import format_seconds, format_share, parse_bytes
 from ..figures.figures import mean
-from ..figures.inexact import inexact_notes
+from ..figures.inexact import codec_of, sync_of
 from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
@@ -31,6 +31,7 @@ _BLOCKS = 50
 _LEAST_STEPS = 8
 _LEAST_CHANGE = 0.01
 """Fraction of a step; smaller changes are not reported, even if they are significant."""
+_ALIKE = 0.05
 _LAST_PART = 0.2
 _FACTS = ("commit", "cores", "size", "congestion_control")
 """Fraction of the steps with a finite loss; the loss is the mean over these last ones."""
@@ -156,10 +157,11 @@ def compare(first: Path, second: Path) -> Comparison:
     )
     loss = _loss(a, b)
     outcome, verdict = _judge(names, step if sample is None else sample, parts, min(len(a.steps), len(b.steps)))
-    if loss is not None and loss.is_certain and loss.difference > 0:
+    if loss is not None and loss.is_certain and loss.difference > 0 and _saw_as_much(a, b):
         verdict += f" Its loss is higher: {loss.second:.4g} instead of {loss.first:.4g} over the last fifth."
-    elif loss is None and inexact_notes(one) != inexact_notes(other):
-        notes.append("no losses were logged: fd.log(loss=loss) lets these two be compared by what they learn")
+    elif loss is None and (sync_of(one), codec_of(one)) != (sync_of(other), codec_of(other)):
+        which = " and ".join(label for label, table in zip("AB", (a, b), strict=True) if not _last_losses(table))
+        notes.append(f"{which} logged no losses: fd.log(loss=loss) lets these two be compared by what they learn")
     saved = step.first - step.second if sample is None else (sample.first - sample.second) * _samples(a)
     promises = promises_kept(one, other, saved)
     predictions = tuple(check_prediction(records) for records in (one, other))
@@ -271,6 +273,12 @@ def _lengths(table: StepTable) -> list[float]:
 def _samples(table: StepTable) -> float:
     """Return the samples of a step, over all ranks: the mean."""
     return mean([float(sum(cell.samples for cell in cells)) for cells in table.by_step()])
+
+
+def _saw_as_much(a: StepTable, b: StepTable) -> bool:
+    """Return whether both runs trained on about as many samples; on as many steps where these are not known."""
+    one, other = (max(r.step_count for r in table.records.timelines) * (_samples(table) or 1) for table in (a, b))
+    return abs(one - other) <= _ALIKE * one
 
 
 def _of_samples(a: StepTable, b: StepTable) -> Change | None:

@@ -102,7 +102,8 @@ def codec_notes(codec: str) -> list[str]:
     """Return what a codec costs of the loss, in a line; nothing of those that cost next to nothing."""
     if not is_late(codec):
         return []
+    rest = "drops the rest" if CodecSpec.parse(codec).options.get("feedback") is False else "the rest later"
     return [
-        f"codec {codec} sends a part of each gradient now and the rest later: at equal samples expect a higher "
+        f"codec {codec} sends a part of each gradient now and {rest}: at equal samples expect a higher "
         "loss, most of all at the beginning (docs/sync.md has figures); compare the loss"
     ]

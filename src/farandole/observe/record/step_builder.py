@@ -50,8 +50,8 @@ class StepBuilder:
         self._clear()
 
     def _clear(self) -> None:
-        self._samples = [0, 0]
-        """Those of batches that were waited for, and those that the loop told."""
+        self._samples = [0]
+        """Those that were counted, and each number that the loop told."""
         self._data_cpu: float | None = None
         self._phases: list[Phase] = []
         self._more: dict[str, float] = {}
@@ -88,7 +88,8 @@ class StepBuilder:
         elif isinstance(event, Logged):
             self._loss = event.loss if event.loss is not None else self._loss
             self._total = event.total_steps if event.total_steps is not None else self._total
-            self._samples[1] += event.samples
+            self._samples[0] += event.samples
+            self._samples += [] if event.batch_samples is None else [event.batch_samples]
             if event.tokens is not None:
                 self._tokens = (self._tokens or 0) + event.tokens
         elif isinstance(event, Started):
@@ -156,7 +157,7 @@ class StepBuilder:
             self._begin,
             event.end_seconds,
             data + more.get(DATA, 0.0),
-            self._own("samples", self._samples[1] or self._samples[0]),
+            self._own("samples", sum(self._samples[1:]) if self._samples[1:] else self._samples[0]),
             self._exchanges,
             self._loss,
             None if self._tokens is None else self._own("tokens", self._tokens),

@@ -23,7 +23,8 @@ LEAST_CHANGE = 0.05
 """A figure that is off by less is left as it is."""
 _PULL = 1e-5
 _DRAWS = 100
-_LEAST_FACTOR = 1e-3
+_LEAST_FACTOR = 0.1
+"""A figure that is off by more than this takes two corrections: what vanishes in a fit was not told by it."""
 _WIDEST = 0.15
 """Half of the interval, as a share, where too few observations were there to say."""
 _FEW = 4
@@ -88,7 +89,7 @@ def refit(cluster: Cluster, observations: Sequence[Observation]) -> Refit:
     spread = _bootstrap(usable, rows, near)
     corrections = []
     for path, factor, start, (low, high) in zip(paths, factors, near, spread, strict=True):
-        if abs(factor - start) <= LEAST_CHANGE or (factor <= _LEAST_FACTOR < start):  # or it vanished: not told
+        if abs(factor - start) <= LEAST_CHANGE:
             continue
         wide = _WIDEST * factor if sum(path in each.features for each in usable) < _FEW else 0.0
         interval = min(low, factor - wide), max(high, factor + wide)
@@ -146,8 +147,20 @@ def _seconds(path: str, amount: float, figures: Mapping[str, Coefficient]) -> fl
 
 
 def _fit(rows: Sequence[Sequence[float]], near: Sequence[float]) -> list[float]:
-    found = non_negative_least_squares(rows, [1.0] * len(rows), near=near, pull=_PULL)
-    return [max(each, _LEAST_FACTOR) for each in found]
+    """Return the factors, none below `_LEAST_FACTOR` of what it was; the others are found beside those."""
+    left = list(range(len(near)))
+    factors = list(near)
+    while left:
+        targets = [1.0 - sum(factors[i] * row[i] for i in range(len(near)) if i not in left) for row in rows]
+        own = [[row[i] for i in left] for row in rows]
+        found = non_negative_least_squares(own, targets, near=[near[i] for i in left], pull=_PULL)
+        for i, each in zip(left, found, strict=True):
+            factors[i] = max(each, _LEAST_FACTOR * near[i])
+        above = [i for i, each in zip(left, found, strict=True) if each > _LEAST_FACTOR * near[i]]
+        if above == left:
+            break
+        left = above
+    return factors
 
 
 def _bootstrap(

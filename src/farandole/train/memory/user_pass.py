@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -90,11 +90,12 @@ def passes_of(loss: Loss | None) -> str:
 def inputs_and_targets(model: nn.Module, batch: Any, loss: Loss | None) -> tuple[Any, Any]:
     """Return what the model is called with, and what the loss gets beside its outputs: the batch is both.
 
-    But with a loss, a pair that `forward` does not take as two arguments is (inputs, targets), as of a loader.
+    But with a loss, a pair that `forward` does not take as two arguments, or that begins with a dict, is (inputs,
+    targets), as of a loader.
     """
     if loss is None or not isinstance(batch, (tuple, list)) or len(batch) != 2:
         return batch, batch
-    takes_one = _takes(model, batch[0]) and not _takes(model, batch)
+    takes_one = isinstance(batch[0], Mapping) or (_takes(model, batch[0]) and not _takes(model, batch))
     return (batch[0], batch[1]) if takes_one else (batch, batch)
 
 

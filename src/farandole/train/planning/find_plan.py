@@ -42,7 +42,9 @@ from .rank_of import as_a_rank_of, refuse_without_gpu
 
 Function = Callable[..., Any] | str
 """A function, or its name as ``module:function``."""
-_NO_LOSS = "no loss was given (loss=..., plan --loss): the sum of the outputs stands for it, which costs less"
+_NO_LOSS = (
+    "no loss was given (loss=..., plan --loss): the model's own .loss, or the sum of its outputs, stands for it"
+)
 
 
 @dataclass(frozen=True)

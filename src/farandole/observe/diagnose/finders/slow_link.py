@@ -58,11 +58,10 @@ def link_line(network: LinkObservation) -> str:
 
 
 def _has_rates(table: StepTable) -> bool:
-    """Return whether exchanges are so long that bytes over time are a rate: less may go in one burst."""
-    sent = [
-        float(each.sent_bytes) for own in table.rows for row in own for each in row.exchanges if each.sent_bytes
-    ]
-    return bool(sent) and statistics.median(sent) >= _BURST_BYTES
+    """Return whether steps send so much that bytes over time are a rate: less may go in one burst."""
+    sent = [sum(each.sent_bytes for each in row.exchanges) for own in table.rows for row in own]
+    known = [each for each in sent if each]
+    return not known or statistics.median(known) >= _BURST_BYTES
 
 
 # -- by link ------------------------------------------------------------------------------------
