@@ -97,30 +97,22 @@ def step(
         weight(total)
     layer_loss = partial(losses_of_layers, balance=balance, z=z) if balance or z else None
     held = here.session.holds_passes
-    begun: list[_MeanLoss] = []
-    ignored = batch.ignored() if count is None and not is_alone else []  # before passes, which a device queues
-
-    def begin(loss: torch.Tensor) -> None:
-        share, context = here.session.batch_weight, here.session.kept(Context)
-        within = context.count_share if context is not None and share.count_number else 1.0
-        begun.append(_MeanLoss(model, mesh, loss, share.factor * within, ignored))
-
-    on_loss = None if is_alone else begin
     tuned = here.session.kept(TunedMicroBatches)
     if tuned is None or pipeline is not None:
-        loss = _passes(here, model, loss_function, batch, held=held, layer_loss=layer_loss, on_loss=on_loss)
+        loss = _passes(here, model, loss_function, batch, held=held, layer_loss=layer_loss)
     else:
         divided = _tuned(
             here, model, loss_function, tuned=tuned, batch=batch, whole=(inputs, targets), count=count,
             adds=layer_loss is not None,
         )  # fmt: skip
         with tuned.watching(model, loss_function) as watched:
-            loss = _passes(here, model, watched, divided, held=held, layer_loss=layer_loss, on_loss=on_loss)
+            loss = _passes(here, model, watched, divided, held=held, layer_loss=layer_loss)
     if is_alone:
         return loss.detach()
-    if not begun:  # a pipeline has its loss at the end
-        begin(loss)
-    return begun[0].result()
+    share = here.session.batch_weight
+    context = here.session.kept(Context)
+    within = context.count_share if context is not None and share.count_number else 1.0
+    return _mean(model, mesh, loss, share.factor * within, batch if count is None else None)
 
 
 def drain(model: nn.Module) -> bool:
@@ -193,9 +185,7 @@ def evaluate(
         loss = _passes(here, model, loss_function, batch, held=False)
     total = float(samples) if count is None else total
     is_placeholder = here.session.batch_weight.by_samples == 0.0
-    ignored = batch.ignored() if count is None else []
-    mean = _MeanLoss(model, mesh, loss, 0.0 if is_placeholder else total, ignored)
-    return mean.result()
+    return _mean(model, mesh, loss, 0.0 if is_placeholder else total, batch if count is None else None)
 
 
 def _tuned(
@@ -307,16 +297,12 @@ def _passes(
     *,
     held: bool,
     layer_loss: LayerLoss | None = None,
-    on_loss: Callable[[torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Run the passes of `batch`; return this rank's mean loss. `held`: its gradients are exchanged later.
-
-    `on_loss` is called with it before the last backward pass, but for a pipeline's.
-    """
+    """Run the passes of `batch`; return this rank's mean loss. `held`: its gradients are exchanged later."""
     pipeline, before = pipeline_of(model), here.session.holds_passes
     try:
         if pipeline is None:
-            return _plain(here, model, loss_function, batch, held=held, layer_loss=layer_loss, on_loss=on_loss)
+            return _plain(here, model, loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(True)
         loss = pipeline.step(loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(before)
@@ -336,9 +322,8 @@ def _plain(
     *,
     held: bool,
     layer_loss: LayerLoss | None,
-    on_loss: Callable[[torch.Tensor], None] | None,
 ) -> torch.Tensor:
-    losses: list[torch.Tensor] = []
+    losses = []
     trains = torch.is_grad_enabled()
     for number, ((inputs, _), share) in enumerate(zip(batch.parts, batch.shares, strict=True)):
         here.session.hold_passes(held or number + 1 < len(batch.parts))
@@ -347,11 +332,9 @@ def _plain(
         loss = require_loss(batch.loss_of(loss_function, number, output), trains=trains)
         extra = None if layer_loss is None else layer_loss(model)
         loss = loss if extra is None else loss + extra
-        losses.append(loss.detach())
-        if on_loss is not None and len(losses) == len(batch.parts):
-            on_loss(batch.mean(losses))
         if trains:
             torch.autograd.backward(loss, torch.full_like(loss, share))
+        losses.append(loss.detach())
     return batch.mean(losses)
 
 
@@ -365,34 +348,24 @@ def _everyones(here: World, number: int) -> list[int]:
     return [int(each) for each in gathered]
 
 
-class _MeanLoss:
-    """A mean over the ranks, weighted by their shares, on its way; those of one pipeline have the same loss.
+def _mean(
+    model: nn.Module, mesh: Mesh, loss: torch.Tensor, share: float, uncounted: MicroBatches | None
+) -> torch.Tensor:
+    """Return the mean over the ranks, weighed by `share`; those of one pipeline have the same loss.
 
-    It travels while the last backward pass computes, and costs no round of its own after it.
+    `uncounted`: micro-batches of which it is not known what counts.
     """
-
-    def __init__(
-        self, model: nn.Module, mesh: Mesh, loss: torch.Tensor, share: float, ignored: Sequence[int]
-    ) -> None:
-        """`ignored`: by micro-batch how many targets do not count, where nothing says what counts."""
-        here = self._here = mesh.here
-        self._ignored, self._is_unequal = ignored, len(set(ignored)) > 1
-        self._is_wide = any(each.dtype == torch.float64 for each in model.parameters())
-        own = loss.detach().to(device=here.device, dtype=torch.float64).reshape(1)
-        own = own * share if share else torch.zeros_like(own)
-        rest = [torch.full_like(own, each) for each in (share, float(self._is_unequal))]
-        self._sums, self._work = torch.cat([own, *rest]), None
-        if here.size > mesh.size("pipeline"):
-            with translated(here, "mean of the loss"):
-                self._work = dist.all_reduce(self._sums, group=here.group, async_op=True)
-
-    def result(self) -> torch.Tensor:
-        """Wait for it; raise `ConfigError` on every rank where micro-batches of one count unequally."""
-        if self._work is not None:
-            with translated(self._here, "mean of the loss"):
-                self._work.wait()
-        if self._ignored and float(self._sums[2]):
-            own = f" ({', '.join(map(str, self._ignored))})"
-            raise unequal_targets(own if self._is_unequal else " on another rank")
-        mean = self._sums[0] / self._sums[1]
-        return mean if self._is_wide else mean.float()
+    here = mesh.here
+    ignored = uncounted.ignored() if uncounted is not None else []
+    unequal = None if uncounted is None else uncounted.unequal()
+    own = loss.detach().to(device=here.device, dtype=torch.float64)
+    own = own * share if share else torch.zeros_like(own)
+    rest = torch.tensor([share, float(unequal is not None)], dtype=torch.float64, device=here.device)
+    sums = torch.cat([own.reshape(1), rest])
+    if here.size > mesh.size("pipeline"):
+        with translated(here, "mean of the loss"):
+            dist.all_reduce(sums, group=here.group)
+    if ignored and float(sums[2]):
+        raise unequal or unequal_targets(" on another rank")
+    mean = sums[0] / sums[1]
+    return mean if any(each.dtype == torch.float64 for each in model.parameters()) else mean.float()
