@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -44,8 +45,8 @@ for x, y in fd.shard(DataLoader(data, batch_size=8)):
 @pytest.mark.parametrize(
     ("degree", "sent_bytes"),
     # A sum of 8 x 16 numbers for each block in each pass, but for the gradient of the input, which needs none; of
-    # 2 ranks a ring sends as many bytes. Or one border, there or back.
-    [("tensor", 3 * 8 * 16 * 4), ("pipeline", 8 * 16 * 4)],
+    # 2 ranks a ring sends as many bytes; then the mean loss. Or one border, there or back.
+    [("tensor", 3 * 8 * 16 * 4 + 24), ("pipeline", 8 * 16 * 4)],
 )
 def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: str, sent_bytes: int) -> None:
     script = tmp_path / "train.py"
@@ -65,6 +66,22 @@ def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: 
     for row in map(json.loads, lines):
         if row["kind"] == "step" and "samples_per_second" in row:
             assert row["samples_per_second"] * row["seconds"] == pytest.approx(8, rel=0.01)
+
+
+def test_the_wait_for_the_mean_loss_is_no_code_of_the_script(tmp_path: Path) -> None:
+    """A late rank is waited for there, as no gradients are exchanged before: it was "your own code"."""
+    held = (
+        "time.sleep(0.05 * fd.world().rank)\n    with fd.accumulate():\n"
+        "        fd.step(model, nn.functional.mse_loss, x, y)\n    fd.step("
+    )
+    (tmp_path / "train.py").write_text("import time\n" + SCRIPT.replace("fd.step(", held))
+    done = warm.run(tmp_path, "run", "-np", "2", "--run-dir", "run", "--", "python", "train.py")
+    assert done.returncode == 0, done.stderr
+    first, second = (
+        [row.inner_seconds["loss"] for row in each.steps] for each in read_run(tmp_path / "run").timelines
+    )
+    assert median(first) > 0.04, "it waits for the other"
+    assert median(second) < 0.02
 
 
 @pytest.mark.parametrize("setting", ["zero=1", "zero=2", "overlap_gather=true"])

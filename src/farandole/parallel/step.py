@@ -19,6 +19,7 @@ from .apply import exchange_of, mesh_of, plan_of, policy_of, reducer_of
 from .context.context import Context
 from .data.tuned_micro_batches import TunedMicroBatches
 from .expert.layer import losses_of_layers
+from .instrument.inner_exchange import inner_exchange
 from .mesh import Mesh
 from .pipeline.apply import pipeline_of
 from .pipeline.micro_batches import (
@@ -363,7 +364,7 @@ def _mean(
     rest = torch.tensor([share, float(unequal is not None)], dtype=torch.float64, device=here.device)
     sums = torch.cat([own.reshape(1), rest])
     if here.size > mesh.size("pipeline"):
-        with translated(here, "mean of the loss"):
+        with translated(here, "mean of the loss"), inner_exchange(here, "loss", sums.nbytes):
             dist.all_reduce(sums, group=here.group)
     if ignored and float(sums[2]):
         raise unequal or unequal_targets(" on another rank")

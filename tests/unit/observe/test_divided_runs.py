@@ -114,7 +114,7 @@ def found_in(tmp_path: Path, run: Training) -> Diagnosis:
     return diagnose(write(tmp_path / "run", run))
 
 
-BIG = {"tensor": 2, "context": 2, "expert": 2, "shard": 2, "rows": 1}
+BIG = {"tensor": 2, "context": 2, "expert": 2, "shard": 2, "rows": 1, "loss": 1}
 
 
 @pytest.mark.parametrize("degree", BIG)
@@ -142,6 +142,7 @@ def test_an_exchange_inside_of_phases_binds_the_run_and_has_a_fix(tmp_path: Path
         "tensor": "--set tensor=1", "context": "--set context=1", "expert": "--set expert_codec=int8",
         "shard": "--set overlap_gather=true",
         "rows": "staleness=None  # argument of fd.RowTable",
+        "loss": "loss_function(model(inputs), targets).backward()",
     }  # fmt: skip
     assert said[degree] in pasted
 

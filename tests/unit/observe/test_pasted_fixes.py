@@ -117,6 +117,7 @@ DIVIDED = (
     Training("shard", {"zero": 2}, wire=0.06, hosts=2),
     Training("shard", {"zero": 1, "overlap_gather": True}, wire=0.06, hosts=2),
     Training("rows", {}, wire=0.06, setup={SETUP_ROWS_IN_STEP: True}),
+    Training("loss", {}, wire=0.06),
 )
 
 

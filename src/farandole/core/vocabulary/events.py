@@ -81,7 +81,7 @@ class InnerExchange:
     """This rank could compute nothing until an exchange was over that is none of gradients."""
 
     degree: str
-    """"tensor", "context", "expert" or "pipeline" of activations, "shard" of stepped parameters, "rows"."""
+    """"tensor", "context", "expert", "pipeline" of activations, "shard" of stepped parameters, "rows", "loss"."""
     begin_seconds: float
     end_seconds: float
     sent_bytes: int

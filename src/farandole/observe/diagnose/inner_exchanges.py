@@ -1,4 +1,4 @@
-"""Exchanges inside of phases, of activations, stepped parameters and rows: what they cost beyond waiting.
+"""Exchanges inside of steps that are none of gradients, of activations to losses: what they cost beyond waiting.
 
 [Note: fewer ranks of a degree] With half as many ranks there are twice as many models in smaller rings
 (`core.step_model.comm_cost`), and a step has twice the samples: a loader's batch is that of a rank. For the same
@@ -8,7 +8,7 @@ once in so many samples, at the rate of the exchanges that were seen. Ranks of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ...core.step_model.comm_cost import ring_bytes
@@ -23,7 +23,7 @@ from ..figures.figures import mean
 from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
 from .facts.finding import Finding, Fix, Gain
 from .facts.proposals import command_with
-from .facts.step_table import StepTable
+from .facts.step_table import StepTable, is_pipeline
 from .finders.communication import INT8_SHARE
 
 _WORDS: Mapping[str, str] = {
@@ -32,6 +32,7 @@ _WORDS: Mapping[str, str] = {
     "expert": "tokens travel to experts and back for",
     "shard": "stepped parameters travel to all ranks for",
     "rows": "rows of tables travel to servers and back for",
+    "loss": "fd.step waits for the mean loss of all ranks for",
 }
 _ALONE: Mapping[str, Mapping[str, Any]] = {
     "tensor": {"tensor_recipe": {}, "sequence_parallel": False},
@@ -54,18 +55,17 @@ def find_inner(table: StepTable) -> list[Finding]:
         sent = mean([float(row.inner_bytes) for own in table.rows for row in own])
         evidence = [
             f"a rank sends {format_bytes(sent)} a step inside of its phases, and computes nothing meanwhile; it "
-            f"waits {format_seconds(waited)} more for ranks that come later",
+            f"waits {format_seconds(waited)} more for ranks that come later"
         ]
         slow = tuple(rank for rank, own in zip(table.ranks, by_rank, strict=True) if own > seconds / 2)
         if len(slow) < len(by_rank):
             who = name_ranks(slow, most=SHOWN_RANKS)
             evidence.append(f"so it is for {who}; of others it takes from {format_seconds(min(by_rank))}")
-        cost = format_cost(seconds, share)
-        fixes = tuple(_FIXES.get(degree, _fewer)(table, degree, seconds))
-        kind = f"{degree}-communication"
         found.append(
-            Finding(kind, f"{words} {cost}", seconds, share, slow if len(slow) < len(by_rank) else (),
-                    evidence=tuple(evidence), fixes=fixes, confidence=confidence(len(table.steps)))
+            Finding(f"{degree}-communication", f"{words} {format_cost(seconds, share)}", seconds, share,
+                    slow if len(slow) < len(by_rank) else (), evidence=tuple(evidence),
+                    fixes=tuple(_FIXES.get(degree, _fewer)(table, degree, seconds)),
+                    confidence=confidence(len(table.steps)))
         )  # fmt: skip
     return found
 
@@ -104,7 +104,7 @@ def _more_gradients(table: StepTable, replicas: int) -> float:
     """Return the seconds that an exchange takes longer if each rank holds twice as many parameters."""
     elements = table.records.timelines[0].setup.get(SETUP_ELEMENTS)
     rows = [row for own in table.rows for row in own]
-    inner = sum(sum(cell.inner.values()) for own in table.cells for cell in own)
+    inner = sum(sum(cell.inner.values()) - cell.inner.get("loss", 0.0) for own in table.cells for cell in own)
     if not isinstance(elements, int) or inner <= 0:
         return 0.0
     sent = mean([float(sum(exchange.sent_bytes for exchange in row.exchanges)) for row in rows])
@@ -148,8 +148,13 @@ def _of_rows(table: StepTable, degree: str, seconds: float) -> list[Fix]:
     return [Fix(what, "staleness=None  # argument of fd.RowTable"), shorter]
 
 
-_FIXES: Mapping[str, Callable[[StepTable, str, float], list[Fix]]] = {
-    "expert": _of_experts,
-    "shard": _of_shards,
-    "rows": _of_rows,
-}
+def _of_losses(table: StepTable, degree: str, seconds: float) -> list[Fix]:
+    larger = Fix("larger batches: one mean a step, however many samples it has")
+    if is_pipeline(table) or (table.records.plan.get("micro_batches") or 1) != 1:
+        return [larger]
+    gain = Gain(seconds, "all of it: only gradients are exchanged then")
+    paste = "loss_function(model(inputs), targets).backward()  # instead of fd.step"
+    return [Fix("a pass of your own, whose loss is that of this rank alone", paste, gain), larger]
+
+
+_FIXES = {"expert": _of_experts, "shard": _of_shards, "rows": _of_rows, "loss": _of_losses}

@@ -16,7 +16,7 @@ from ..figures.waits import hidden_by_step, rows_by_step
 from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
 from .facts.evidence import confidence, format_cost
-from .facts.finding import OUTSIDE, Diagnosis, Finding, Fix
+from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix
 from .facts.proposals import is_taken
 from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
 from .failed_saves import failed_saves
@@ -40,16 +40,13 @@ BOUND_SHARE = 0.1
 SAVING = "; about "
 """What follows it in a verdict is the saving, and how to get it."""
 _BOUND_OF = {
-    "communication": "communication", "small-buckets": "communication", "large-buckets": "communication",
-    "slow-link": "communication", "extra-exchange": "communication", "straggler": "straggler",
-    "jitter": "straggler", "samples": "straggler", "oversubscribed": "straggler", "input": "input",
-    "memory": "memory", "launch": "launch", "gc": "pauses", "pause": "pauses", "irregular": "pauses",
-    "absent": "unknown", "crowded": "compute", "threads": "compute", "other": "script",
-    "experts": "straggler", "optimizer": "compute", "small-batch": "compute", "bubble": "pipeline",
-    "slow-stage": "pipeline",
-    "pipeline-communication": "communication", "tensor-communication": "communication",
-    "context-communication": "communication", "expert-communication": "communication",
-    "shard-communication": "communication", "rows-communication": "communication",
+    **{kind: "communication" for kind in KINDS if kind.endswith("communication")},
+    **dict.fromkeys(("small-buckets", "large-buckets", "slow-link", "extra-exchange"), "communication"),
+    **dict.fromkeys(("straggler", "jitter", "samples", "oversubscribed", "experts"), "straggler"),
+    **dict.fromkeys(("gc", "pause", "irregular"), "pauses"),
+    **dict.fromkeys(("crowded", "threads", "optimizer", "small-batch"), "compute"),
+    **dict.fromkeys(("bubble", "slow-stage"), "pipeline"),
+    "input": "input", "memory": "memory", "launch": "launch", "absent": "unknown", "other": "script",
 }  # fmt: skip
 
 

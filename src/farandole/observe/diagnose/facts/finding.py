@@ -43,6 +43,7 @@ KINDS: Mapping[str, str] = {
     "expert-communication": "tokens that travel to experts and back are waited for",
     "shard-communication": "stepped parameters that travel to all ranks are waited for",
     "rows-communication": "rows that travel to servers and back are waited for",
+    "loss-communication": "the mean loss that fd.step returns is waited for",
     "small-batch": "the batch is so small that work which does not depend on it is much of a step",
 }
 """Every kind of finding, and what it means."""

@@ -22,7 +22,7 @@ from ....core.vocabulary.events import DATA, OPTIMIZER, OTHER, UNDIVIDED
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST
 from ..facts.evidence import LEAST_SHARE, format_cost
-from ..facts.finding import OUTSIDE, Finding
+from ..facts.finding import KINDS, OUTSIDE, Finding
 from ..facts.step_table import StepTable
 
 COMMUNICATION = "communication"
@@ -31,8 +31,7 @@ _WORK = (*COMPUTE_AND_REST, UNDIVIDED, DATA)
 _SOURCES: Mapping[str, Sequence[str]] = {
     **dict.fromkeys(
         ("communication", "small-buckets", "large-buckets", "slow-link", "extra-exchange", "absent",
-         "tensor-communication", "context-communication", "expert-communication", "shard-communication",
-         "rows-communication"),
+         *(kind for kind in KINDS if kind.endswith("-communication"))),
         (COMMUNICATION,),
     ),
     **dict.fromkeys(("straggler", "samples", "jitter"), _WORK),

@@ -54,15 +54,13 @@ def find_own_code(table: StepTable) -> list[Finding]:
     share = seconds / table.step_seconds
     if share < _LEAST_SHARE:
         return []
-    total = sum(places.values()) or 1.0
     most = sorted(places, key=lambda place: -places[place])[:_SHOWN]
-    where = _words(most[0]) if most and places[most[0]] > 0.5 * total else "between the phases"
+    where = _words(most[0]) if most and places[most[0]] > 0.5 * sum(places.values()) else "between the phases"
     evidence = [
         ", ".join(f"{format_seconds(places[place])} {_words(place)}" for place in most)
         + " (median of a step, mean of the ranks)"
     ]
-    loads = any(row.data_seconds for own in table.rows for row in own)
-    if not loads:
+    if not any(row.data_seconds for own in table.rows for row in own):
         evidence.append("the loader is not timed: waiting for batches is in it (give it to fd.shard or fd.record)")
     fix = Fix(
         "mark it with fd.phase to see it by name; then do it less often, move it out of the loop or to a thread",
