@@ -63,24 +63,101 @@ class OptimizerFacts:
 
 
 @dataclass(frozen=True)
+class Moment:
+    """What is alive at one moment of a pass, beside weights and gradients."""
+
+    fixed_bytes: int
+    """As many for any batch: weights converted by autocast, gradients that are not yet added."""
+    growing_bytes: int
+    """What grows with the batch."""
+
+    @property
+    def total_bytes(self) -> int:
+        """Both."""
+        return self.fixed_bytes + self.growing_bytes
+
+
+@dataclass(frozen=True)
 class ActivationFacts:
     """Memory of one forward and backward pass beside weights and gradients, for one batch."""
 
     saved_bytes: int
     """Alive at the end of the forward pass: the batch, and what backward needs."""
     weight_copy_bytes: int
-    """Part of `saved_bytes` that is weights converted by autocast, which does not grow with the batch."""
+    """Part of `saved_bytes` that does not grow with the batch: weights converted by autocast."""
     peak_bytes: int
     """The most that is alive at one moment of the two passes."""
+    moments: tuple[Moment, ...] = ()
+    """Those at which most is alive: in all, of what does not grow, of what does, and in all with larger batches.
+    With another batch or on a part of the model another of them is the peak. Empty: not known; as much is fixed at
+    the peak as is saved."""
 
-    def with_batch(self, factor: float) -> ActivationFacts:
-        """Return these facts for a batch `factor` times as large: all but converted weights grow with it."""
-        copies = self.weight_copy_bytes
-        return ActivationFacts(
-            saved_bytes=round(copies + (self.saved_bytes - copies) * factor),
-            weight_copy_bytes=copies,
-            peak_bytes=round(copies + (self.peak_bytes - copies) * factor),
+    @property
+    def highest(self) -> tuple[Moment, ...]:
+        """`moments`, or the one that is taken for them."""
+        return self.moments or (Moment(self.weight_copy_bytes, self.peak_bytes - self.weight_copy_bytes),)
+
+    def scaled(self, copies: float, kept: float, temporaries: float, passes: float = 1.0) -> ActivationFacts:
+        """Return these facts for another batch, or a part of the model.
+
+        Args:
+            copies: factor of weights converted by autocast.
+            kept: factor of the rest of what is saved, over all passes that are kept at once.
+            temporaries: factor of what is alive beyond that.
+            passes: how many are kept at once; autocast converts anew for each.
+        """
+        saved = self.saved_bytes - self.weight_copy_bytes
+        before = (passes - 1) * self.weight_copy_bytes
+        moments = tuple(
+            Moment(
+                round(copies * (each.fixed_bytes + before)),
+                round(kept * min(each.growing_bytes, saved) + temporaries * max(0, each.growing_bytes - saved)),
+            )
+            for each in self.highest
         )
+        weights = round(copies * (self.weight_copy_bytes + before))
+        return _of_moments(weights + round(kept * saved), weights, moments)
+
+
+def partly_recomputed(
+    none: ActivationFacts, blocks: ActivationFacts, share: float, gone: float = 0.0
+) -> ActivationFacts:
+    """Return the facts of a pass that computes some blocks again.
+
+    Where a block is computed again the blocks after it have gone, so that no moment has more than without.
+
+    Args:
+        none: nothing is computed again.
+        blocks: all blocks are.
+        share: what the chosen blocks leave out of what all of them would.
+        gone: what is gone of all that is saved when the first one is computed again, which is the last of them.
+    """
+    if not 0.0 < share < 1.0:
+        return blocks if share else none
+
+    def between(of_none: float, of_blocks: float) -> float:
+        return of_none + share * (of_blocks - of_none)
+
+    copies = between(none.weight_copy_bytes, blocks.weight_copy_bytes)
+    others = between(_others(none), _others(blocks))
+    moments = []
+    for whole, less in zip(none.highest, blocks.highest, strict=False):
+        more = max(whole.fixed_bytes - none.weight_copy_bytes, less.fixed_bytes - blocks.weight_copy_bytes)
+        again = less.growing_bytes - _others(blocks) - gone * others
+        rest = max(whole.growing_bytes - _others(none), again)
+        moments.append(
+            Moment(min(whole.fixed_bytes, round(copies + more)), min(whole.growing_bytes, round(others + rest)))
+        )
+    return _of_moments(round(copies + others), round(copies), tuple(moments))
+
+
+def _others(facts: ActivationFacts) -> int:
+    return facts.saved_bytes - facts.weight_copy_bytes
+
+
+def _of_moments(saved: int, copies: int, moments: tuple[Moment, ...]) -> ActivationFacts:
+    peak = max(saved, *(each.total_bytes for each in moments))
+    return ActivationFacts(saved, copies, peak, moments)
 
 
 @dataclass(frozen=True)
@@ -140,6 +217,8 @@ class RankPart:
     activations: float = 1.0
     """Share of what a pass over the whole model saves, all micro-batches together that it keeps at once."""
     temporaries: float = 1.0
+    passes: float = 1.0
+    """Passes whose activations it keeps at once."""
 
 
 def part_of(facts: ModelFacts, part: RankPart) -> ModelFacts:
@@ -147,7 +226,10 @@ def part_of(facts: ModelFacts, part: RankPart) -> ModelFacts:
     return ModelFacts(
         weights={name: _weights_of(each, part) for name, each in facts.weights.items()},
         optimizer=facts.optimizer,
-        activations={name: _activations_of(each, part) for name, each in facts.activations.items()},
+        activations={
+            name: each.scaled(part.parameters, part.activations, part.temporaries, part.passes)
+            for name, each in facts.activations.items()
+        },
     )
 
 
@@ -162,16 +244,6 @@ def _weights_of(facts: WeightFacts, part: RankPart) -> WeightFacts:
         largest_tensor_bytes=round(min(1.0, part.largest_block) * facts.largest_tensor_bytes),
         outside_blocks_bytes=round(part.outside_blocks * facts.outside_blocks_bytes),
         largest_block_bytes=round(part.largest_block * facts.largest_block_bytes),
-    )
-
-
-def _activations_of(facts: ActivationFacts, part: RankPart) -> ActivationFacts:
-    copies = round(part.parameters * facts.weight_copy_bytes)
-    saved = copies + round(part.activations * (facts.saved_bytes - facts.weight_copy_bytes))
-    return ActivationFacts(
-        saved_bytes=saved,
-        weight_copy_bytes=copies,
-        peak_bytes=saved + round(part.temporaries * (facts.peak_bytes - facts.saved_bytes)),
     )
 
 
@@ -211,7 +283,7 @@ def memory_of(
     activations = facts.activations.get((setting.precision, setting.recompute))
     saved = temporary = None
     if activations is not None:
-        activations = activations.with_batch(batch_factor)
+        activations = activations.scaled(1.0, batch_factor, batch_factor)
         saved = activations.saved_bytes
         temporary = max(activations.peak_bytes, round(step)) - saved
     return MemoryByCategory(

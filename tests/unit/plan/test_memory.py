@@ -13,6 +13,7 @@ from farandole.plan.memory import (
     STAGES,
     ActivationFacts,
     ModelFacts,
+    Moment,
     OptimizerFacts,
     Setting,
     WeightFacts,
@@ -112,7 +113,19 @@ def test_the_optimizers_step_may_be_the_largest_moment() -> None:
 
 def test_converted_weights_do_not_grow_with_the_batch() -> None:
     facts = ActivationFacts(saved_bytes=150, weight_copy_bytes=50, peak_bytes=250)
-    assert facts.with_batch(3) == ActivationFacts(50 + 300, 50, 50 + 600)
+    larger = facts.scaled(1.0, 3.0, 3.0)
+    assert (larger.saved_bytes, larger.weight_copy_bytes, larger.peak_bytes) == (50 + 300, 50, 50 + 600)
+
+
+def test_with_another_batch_another_moment_is_the_highest() -> None:
+    """One has all weights that autocast converted, another has the most of what grows."""
+    facts = ActivationFacts(150, 50, 250, (Moment(150, 100), Moment(150, 100), Moment(20, 200)))
+    assert facts.scaled(1.0, 1.0, 1.0).peak_bytes == 250
+    assert facts.scaled(1.0, 10.0, 10.0).peak_bytes == 20 + 2000, "150 + 1000 are less"
+    assert facts.scaled(0.5, 1.0, 1.0).peak_bytes == 10 + 200, "of half of the weights"
+    kept = facts.scaled(1.0, 3.0, 1.0, passes=3.0)
+    assert kept.saved_bytes == 3 * 50 + 3 * 100, "three passes at once"
+    assert kept.peak_bytes == max(150 + 2 * 50 + 3 * 100, 20 + 2 * 50 + 3 * 100 + 100)
 
 
 def test_unknown_activations_are_left_out() -> None:

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from ...core.step_model.row_regions import disk_state_bytes
 from ..candidate import Candidate
-from ..memory import ActivationFacts, MemoryByCategory, ModelFacts, RankPart, Setting, memory_of, part_of
+from ..memory import (
+    ActivationFacts,
+    MemoryByCategory,
+    ModelFacts,
+    RankPart,
+    Setting,
+    memory_of,
+    part_of,
+    partly_recomputed,
+)
 from ..model.profile import ModelProfile, ModelUnit
 from .buckets import StageGradients, stage_gradients
 from .layout import RunLayout
@@ -67,29 +77,40 @@ def memory_of_candidate(
 def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:
     """Return what a unit keeps of one sample until backward, in fp32; recomputed ones keep their input."""
     if is_recomputed(unit, profile, layout):
-        whole, part = unit.output_bytes, 0.0
-    else:
-        whole, part = unit.saved_bytes, unit.tensor.saved_bytes if unit.tensor else 0.0
-    return whole * share_of(unit, layout, part, whole) if divided else whole
+        return unit.output_bytes * (share_of(unit, layout, 0.0, unit.output_bytes) if divided else 1.0)
+    return _whole_bytes(unit, layout) if divided else unit.saved_bytes
+
+
+def _whole_bytes(unit: ModelUnit, layout: RunLayout) -> float:
+    """Return what a rank has of what a unit keeps, and of what it has while it is computed again."""
+    part = unit.tensor.saved_bytes if unit.tensor else 0.0
+    return unit.saved_bytes * share_of(unit, layout, part, unit.saved_bytes)
 
 
 def _of_rank(
     profile: ModelProfile, stages: Sequence[tuple[StageUnits, StageGradients]], kept: float, layout: RunLayout
 ) -> MemoryByCategory:
     units = [(profile.units[index], count) for stage, _ in stages for index, count in stage.units]
-    facts, setting = _known(profile, layout)
-    factor = layout.samples / profile.samples
     shared = sum(gradients.elements for _, gradients in stages)
-    part = _part(profile, units, kept, layout, shared)
-    memory = memory_of(
-        part_of(facts, part), setting,
-        ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes, batch_factor=factor,
-    )  # fmt: skip
+
+    def known(recompute: Literal["none", "blocks"]) -> ModelFacts:
+        of_plan = replace(layout, plan=replace(layout.plan, recompute=recompute))
+        return part_of(_known(profile, of_plan, setting), _part(profile, units, kept, of_plan, shared))
+
+    setting = _setting(profile, layout)
+    recompute = layout.plan.recompute
+    mine = known("blocks" if isinstance(recompute, tuple) else recompute)
+    if isinstance(recompute, tuple):
+        none = known("none").activations[setting.precision, "none"]
+        blocks = mine.activations[setting.precision, "blocks"]
+        made = partly_recomputed(none, blocks, *_shares_of_names(profile, units, kept, layout))
+        mine = replace(mine, activations={(setting.precision, setting.recompute): made})
     if layout.stage == "hybrid" and layout.plan.shard_within != "host":
-        sharded = setting._replace(stage="3", ranks=layout.shards)
-        memory = memory_of(
-            part_of(facts, part), sharded, bucket_bytes=layout.plan.bucket_bytes, batch_factor=factor
-        )
+        setting = setting._replace(stage="3", ranks=layout.shards)
+    memory = memory_of(
+        mine, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes,
+        batch_factor=layout.samples / profile.samples,
+    )  # fmt: skip
     return _with_the_rest(memory, profile, stages, layout, setting)
 
 
@@ -123,22 +144,43 @@ def _with_the_rest(
     )
 
 
-def _known(profile: ModelProfile, layout: RunLayout) -> tuple[ModelFacts, Setting]:
-    """Return facts that have the plan's setting: activations that were not traced are those that units save."""
-    facts, setting = profile.memory, layout.setting()
-    if setting.precision not in facts.weights:
-        setting = setting._replace(precision="fp32" if "fp32" in facts.weights else next(iter(facts.weights)))
-    key = setting.precision, setting.recompute
-    if key in facts.activations and not isinstance(layout.plan.recompute, tuple):
-        return facts, setting
-    whole = sum(
-        each.count * saved_bytes(each, profile, layout, divided=False) for each in profile.units
-    ) * profile.samples * layout.width  # fmt: skip
-    largest = max(
-        (each.saved_bytes for each in profile.units if is_recomputed(each, profile, layout)), default=0.0
-    ) * profile.samples * layout.width  # fmt: skip
-    made = ActivationFacts(round(whole), 0, round(whole + largest))
-    return replace(facts, activations={**facts.activations, key: made}), setting
+def _setting(profile: ModelProfile, layout: RunLayout) -> Setting:
+    """Return the plan's setting, in a precision that is known."""
+    setting, weights = layout.setting(), profile.memory.weights
+    if setting.precision not in weights:
+        setting = setting._replace(precision="fp32" if "fp32" in weights else next(iter(weights)))
+    return setting
+
+
+def _known(profile: ModelProfile, layout: RunLayout, setting: Setting) -> ModelFacts:
+    """Return the facts of a setting: activations that were not traced are those that units save."""
+    facts, recompute = profile.memory, str(layout.plan.recompute)
+    found = facts.activations.get((setting.precision, recompute))
+    if found is None:
+        whole = sum(each.count * saved_bytes(each, profile, layout, divided=False) for each in profile.units)
+        again = [each.saved_bytes for each in profile.units if is_recomputed(each, profile, layout)]
+        bytes_of_one = profile.samples * layout.width
+        found = ActivationFacts(
+            round(whole * bytes_of_one), 0, round((whole + max(again, default=0.0)) * bytes_of_one)
+        )
+    weights = {setting.precision: facts.weights[setting.precision]}
+    return ModelFacts(weights, facts.optimizer, {(setting.precision, recompute): found})
+
+
+def _shares_of_names(
+    profile: ModelProfile, units: Sequence[tuple[ModelUnit, int]], kept: float, layout: RunLayout
+) -> tuple[float, float]:
+    """Return what the named blocks of a rank leave out of what all would, and what is gone when they run again."""
+    chosen, most, held, reached = 0.0, 0.0, 0.0, 0.0
+    for unit, count in units:
+        again = is_recomputed(unit, profile, layout)
+        if is_block(unit, profile):
+            left_out = count * max(0.0, unit.saved_bytes - unit.output_bytes)
+            most, chosen = most + left_out, chosen + again * left_out
+        held += count * saved_bytes(unit, profile, layout, divided=True)
+        reached = held if again else reached
+    share = chosen / most if chosen < most else float(most > 0)
+    return share, (1 - reached / held) / max(1.0, kept) if held else 0.0
 
 
 def _part(
@@ -153,12 +195,13 @@ def _part(
     largest = max((each.parameters for each in profile.units if is_block(each, profile)), default=0)
     largest_here = max((each.parameters for each, _ in units if is_block(each, profile)), default=0)
     share = mine / whole if whole else 1.0 / layout.degrees.pipeline
-    widest = max((saved_bytes(each, profile, layout, divided=False) for each in profile.units), default=0.0)
-    widest_here = max((saved_bytes(each, profile, layout, divided=True) for each, _ in units), default=0.0)
+    widest = max((each.saved_bytes for each in profile.units), default=0.0)
+    widest_here = max((_whole_bytes(each, layout) for each, _ in units), default=0.0)
     return RankPart(
         parameters=shared / elements,
         outside_blocks=split * outside_here / outside if outside else 0.0,
         largest_block=split * largest_here / largest if largest else 0.0,
         activations=kept * share,
         temporaries=widest_here / widest if widest else split,
+        passes=kept,
     )

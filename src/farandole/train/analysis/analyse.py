@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from ..memory.alike import NotAlikeError, foldable, skipped
 from ..memory.fake_pass import fake_mode, make_fake, needs_values, run_pass, silent_logger
 from ..memory.find_micro_batch import available_bytes
 from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
-from ..memory.probe import Question, make_on_meta, probe, weight_facts
+from ..memory.probe import LARGER, Question, make_on_meta, probe, weight_facts
 from ..memory.user_code import describe, errors_of_user
 from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
 from .batches import Batches, batch_bytes, resized
@@ -84,7 +85,8 @@ def analyse(
                 batch, samples = batches.example()
             found = _TwoPasses(model, batch, samples, loss, device).record_folded(marks)
         reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
-        answer = probe(Question(lambda: model, lambda: batch, loss, optimizer, device, fold=True))
+        small, large = (partial(resized, batch, samples, times * samples) for times in (1, LARGER))
+        answer = probe(Question(lambda: model, small, large, loss, optimizer, device, fold=True))
         memory, why = answer.facts, answer.notes
     except Exception as error:
         if not needs_values(error):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from ...core.vocabulary.errors import FarandoleError
 from ...parallel.blocks import repeated_blocks
-from ...plan.memory import ActivationFacts
-from .fake_pass import run_pass
+from ...plan.memory import ActivationFacts, Moment
+from .fake_pass import LargerBatch, run_pass
 from .user_pass import Loss
 
 _DEPTHS = (1, 2, 3, 4, 5)
@@ -36,37 +37,40 @@ class NotAlikeError(FarandoleError):
 
 
 def activations_of(
-    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str, fold: bool
-) -> ActivationFacts:
+    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str, fold: bool,
+    larger: LargerBatch | None = None,
+) -> ActivationFacts:  # fmt: skip
     """Return `run_pass`; with `fold` from passes through some of the alike blocks, if these agree.
 
     Bytes grow by the same for each block. The moment at which most is alive stays the same one if no other grows
-    by more: if the peak grows by what is saved, and by the weights of a block that autocast converts. Where more
-    is converted than the matrices two passes more must agree. Where it is not so the whole model is run.
+    by more: if the peak grows by what is saved, and by the weights of a block that autocast converts. If it grows
+    by less, the moment of most converted weights overtakes it. Where more is converted than the matrices two
+    passes more must agree. Where it is not so the whole model is run.
     """
     run = [block for _, block in longest_run(model)] if fold else []
+    one_pass = partial(run_pass, model, batch, loss, device=device, precision=precision, larger=larger)
     if len(run) >= _FEWEST:
         converted = _converted_bytes(run[0]) if precision == "bf16" else 0
         try:
             facts = []
             for depth in _DEPTHS:
                 with skipped(run[0], run[depth:]):
-                    facts.append(run_pass(model, batch, loss, device=device, precision=precision))
+                    facts.append(one_pass())
                 if len(facts) > 1 and _agree(facts, converted):
                     return _carried(facts[-2], facts[-1], len(run) - depth)
         except NotAlikeError:
             pass
-    return run_pass(model, batch, loss, device=device, precision=precision)
+    return one_pass()
 
 
 def _agree(facts: Sequence[ActivationFacts], converted_bytes: int) -> bool:
     grown = [_difference(one, two) for one, two in pairwise(facts)]
-    saved, copies, peak = grown[-1]
+    saved, copies, peak, *at = grown[-1]
     if len(grown) == 1:
-        return not converted_bytes and not copies and saved == peak
+        return not converted_bytes and not copies and saved == peak and at == [0, saved] * (len(at) // 2)
     # What is converted is saved, or converted again when a block is computed again in backward.
     most = saved + max(0, converted_bytes - copies)
-    return grown[-1][:2] == grown[-2][:2] and (peak == most or (peak > most and peak == grown[-2][2]))
+    return grown[-1] == grown[-2] and (peak >= most or most in map(sum, zip(at[::2], at[1::2], strict=True)))
 
 
 def _converted_bytes(block: nn.Module) -> int:
@@ -75,16 +79,21 @@ def _converted_bytes(block: nn.Module) -> int:
     return sum(each.numel() * torch.bfloat16.itemsize for each in found)
 
 
-def _difference(one: ActivationFacts, two: ActivationFacts) -> tuple[int, int, int]:
-    copies = two.weight_copy_bytes - one.weight_copy_bytes
-    return two.saved_bytes - one.saved_bytes, copies, two.peak_bytes - one.peak_bytes
+def _figures(facts: ActivationFacts) -> list[int]:
+    at = [each for moment in facts.moments for each in (moment.fixed_bytes, moment.growing_bytes)]
+    return [facts.saved_bytes, facts.weight_copy_bytes, facts.peak_bytes, *at]
+
+
+def _difference(one: ActivationFacts, two: ActivationFacts) -> list[int]:
+    return [after - before for before, after in zip(_figures(one), _figures(two), strict=True)]
 
 
 def _carried(one: ActivationFacts, two: ActivationFacts, blocks: int) -> ActivationFacts:
-    saved, copies, peak = _difference(one, two)
-    return ActivationFacts(
-        two.saved_bytes + blocks * saved, two.weight_copy_bytes + blocks * copies, two.peak_bytes + blocks * peak
-    )
+    grown = zip(_figures(two), _difference(one, two), strict=True)
+    saved, copies, _, *at = (figure + blocks * more for figure, more in grown)
+    moments = tuple(map(Moment, at[::2], at[1::2]))
+    most = max(moments, key=lambda each: each.total_bytes)
+    return ActivationFacts(saved, copies, most.total_bytes, (most, *moments[1:]))
 
 
 def longest_run(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...plan.memory import ActivationFacts
+from ...plan.memory import ActivationFacts, Moment
 from .live_storages import LiveStorages
 from .user_code import errors_of_user
 from .user_pass import Loss, forward_loss, passes_of
@@ -77,13 +77,59 @@ def make_fake(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
                 vars(module)[name] = tree_map(fake, value)
 
 
-def run_pass(model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str) -> ActivationFacts:
+class LargerBatch(NamedTuple):
+    """A batch beside another one: what differs between their passes grows with the batch."""
+
+    batch: Any
+    times: int
+    """How many times as large it is."""
+
+
+_Height = tuple[int, int]
+"""Bytes that are alive, and those of them that do not grow with the batch."""
+
+
+def run_pass(
+    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str,
+    larger: LargerBatch | None = None,
+) -> ActivationFacts:  # fmt: skip
     """Return the memory of one forward and backward pass, in a fake mode that is on.
 
     A gradient counts until it is accumulated: then it lies in a bucket, among gradients. Arguments are those of
-    `user_pass.forward_loss`. Raises `ConfigError` with the user's file and line for what the model raises, but
-    errors of `needs_values` as they are.
+    `user_pass.forward_loss`. Without a `larger` batch what does not grow are the weights that autocast converts.
+    Raises `ConfigError` with the user's file and line for what the model raises, but errors of `needs_values` as
+    they are.
     """
+    saved, history = _heights(model, batch, loss, device, precision)
+    if larger is not None:
+        more, others = _heights(model, larger.batch, loss, device, precision)
+        if len(others) == len(history):  # the same operations
+            saved = _told_apart(saved, more, larger.times)
+            history = [_told_apart(one, two, larger.times) for one, two in zip(history, others, strict=True)]
+    moments = tuple(Moment(fixed, alive - fixed) for alive, fixed in (max(history, key=of) for of in _HIGHEST))
+    return ActivationFacts(*saved, moments[0].total_bytes, moments)
+
+
+def _with_times(times: int) -> Callable[[_Height], _Height]:
+    return lambda at: (at[1] + times * (at[0] - at[1]), at[0])
+
+
+_HIGHEST: tuple[Callable[[_Height], _Height], ...] = (
+    _with_times(1), lambda at: (at[1], at[0]), lambda at: (at[0] - at[1], at[0]), _with_times(4), _with_times(16),
+)  # fmt: skip
+"""Where most is alive: in all, of what does not grow, of what grows, and in all with larger batches."""
+
+
+def _told_apart(one: _Height, two: _Height, times: int) -> _Height:
+    alive = one[0]
+    grown = round((two[0] - alive) / (times - 1))
+    return alive, alive - min(alive, max(0, grown))
+
+
+def _heights(
+    model: nn.Module, batch: Any, loss: Loss | None, device: str, precision: str
+) -> tuple[_Height, list[_Height]]:
+    """Return what is alive at the end of the forward pass, and after each storage that was made."""
     parameters = list(model.parameters())
     live = LiveStorages([*parameters, *model.buffers()], copied=parameters)
     trainable = [each for each in parameters if each.requires_grad]
@@ -94,13 +140,13 @@ def run_pass(model: nn.Module, batch: Any, loss: Loss | None, *, device: str, pr
     with live, silent_logger():
         with errors_of_pass(passes_of(loss)):
             scalar = forward_loss(model, batch, loss, device=device, precision=precision)
-        saved_bytes, weight_copy_bytes = live.live_bytes, live.copy_bytes
+        saved = live.live_bytes, live.copy_bytes
         with errors_of_pass("the backward pass"):
             scalar.backward()
     for hook in hooks:
         hook.remove()
     model.zero_grad(set_to_none=True)
-    return ActivationFacts(saved_bytes, weight_copy_bytes, live.peak_bytes)
+    return saved, live.history
 
 
 def _stop_counting(live: LiveStorages, parameter: torch.Tensor) -> None:

@@ -26,6 +26,8 @@ class LiveStorages(TorchDispatchMode):
         self.peak_bytes = 0
         self.copy_bytes = 0
         """Bytes of `live_bytes` that are tensors of `copied` in another type."""
+        self.history: list[tuple[int, int]] = []
+        """`live_bytes` and `copy_bytes` after each storage that was made."""
         self._ignored = {storage._cdata for tensor in ignored for storage in storages_of(tensor)}
         self._copied = {storage._cdata for tensor in copied for storage in storages_of(tensor)}
         self._live: dict[int, _Counted] = {}
@@ -57,6 +59,7 @@ class LiveStorages(TorchDispatchMode):
             self.live_bytes += nbytes
             self.copy_bytes += copy_bytes
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self.history.append((self.live_bytes, self.copy_bytes))
             self._live[key] = _Counted(weakref.ref(storage, partial(self._end, key)), nbytes, copy_bytes)
 
     def stop_counting(self, tensor: torch.Tensor) -> None:

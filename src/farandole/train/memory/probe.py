@@ -16,12 +16,22 @@ from ...parallel.blocks import repeated_blocks
 from ...parallel.frozen.adapters import adaptable, low_rank_adapters
 from ...parallel.frozen.block_codes import FORMS
 from ...parallel.frozen.encode_model import encode_weights, frozen_weights, stored_tensors
-from ...plan.memory import ADAPTER_RANK, PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, WeightFacts
+from ...plan.memory import (
+    ADAPTER_RANK,
+    PRECISIONS,
+    RECOMPUTE,
+    ActivationFacts,
+    ModelFacts,
+    WeightFacts,
+)
 from .alike import activations_of
-from .fake_pass import fake_mode, make_fake, needs_values
+from .fake_pass import LargerBatch, fake_mode, make_fake, needs_values
 from .optimizers import optimizer_facts
 from .user_code import describe, errors_of_user
 from .user_pass import Loss, batch_in, recomputed, weight_type
+
+LARGER = 32
+"""So large that batches of a rank are between the two."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +41,8 @@ class Question:
     make_model: Callable[[], nn.Module]
     make_batch: Callable[[], Any] | None = None
     """Returns the batch of a rank; None: activations stay unknown."""
+    make_larger: Callable[[], Any] | None = None
+    """Returns a batch `LARGER` times as large; None: it is not asked what grows with the batch."""
     loss: Loss | None = None
     optimizer: str = "adamw"
     device: str = "cpu"
@@ -155,10 +167,14 @@ def _run_passes(
     try:
         with errors_of_user("making the batch"), torch.device(question.device):
             batch = batch_in(weight_type(precision), question.make_batch())
+            larger = None
+            if question.make_larger is not None:
+                larger = LargerBatch(batch_in(weight_type(precision), question.make_larger()), LARGER)
         with recomputed(model, recompute):
             activations[setting] = activations_of(
-                model, batch, question.loss, device=question.device, precision=precision, fold=question.fold
-            )
+                model, batch, question.loss,
+                device=question.device, precision=precision, fold=question.fold, larger=larger,
+            )  # fmt: skip
     except Exception as error:
         if not needs_values(error):
             raise
