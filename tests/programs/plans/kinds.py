@@ -104,7 +104,8 @@ def _wrong_bits(program: PlanProgram, worlds: Worlds) -> str:
         text = same_bits([each.parts for each in world])
         if text:
             return text
-    if len(worlds) > 1 and len(worlds[0]) == len(worlds[1]):
+    # What is computed again weighs more, so that a pipeline may be cut elsewhere: its ranks draw other masks then.
+    if len(worlds) > 1 and [list(each.parts) for each in worlds[0]] == [list(each.parts) for each in worlds[1]]:
         text = same_bits([worlds[0][0].parts, worlds[1][0].parts])
         return f"the second training beside the first: {text}" if text else ""
     return ""

@@ -63,7 +63,7 @@ def test_a_plan_holds_the_same_whatever_the_example_batch_was(precision: str) ->
     for keys in ({"recompute": "none"}, {"recompute": "blocks"}, {"recompute": names_of(3)}):
         found = {
             (example, samples): passes_bytes(held(profile_of(example), samples, precision=precision, **keys)[0])
-            for example in (1, 4, 16)
+            for example in (1, 16)
             for samples in (1, 4, 32)
         }
         for (_, samples), nbytes in found.items():
