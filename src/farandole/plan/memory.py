@@ -141,7 +141,7 @@ def partly_recomputed(
     copies = between(none.weight_copy_bytes, blocks.weight_copy_bytes)
     others = between(_others(none), _others(blocks))
     moments = []
-    for whole, less in zip(none.highest, blocks.highest, strict=False):
+    for whole, less in zip(none.highest, blocks.highest, strict=False):  # the first is "in all"
         more = max(whole.fixed_bytes - none.weight_copy_bytes, less.fixed_bytes - blocks.weight_copy_bytes)
         again = less.growing_bytes - _others(blocks) - gone * others
         rest = max(whole.growing_bytes - _others(none), again)

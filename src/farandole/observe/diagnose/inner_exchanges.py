@@ -152,9 +152,9 @@ def _of_losses(table: StepTable, degree: str, seconds: float) -> list[Fix]:
     larger = Fix("larger batches: one mean a step, however many samples it has")
     if is_pipeline(table) or (table.records.plan.get("micro_batches") or 1) != 1:
         return [larger]
-    gain = Gain(seconds, "all of it: only gradients are exchanged then")
     paste = "loss_function(model(inputs), targets).backward()  # instead of fd.step"
-    return [Fix("a pass of your own, whose loss is that of this rank alone", paste, gain), larger]
+    what = "a pass of your own, if all targets count and there is no balance or z: its loss is this rank's alone"
+    return [Fix(what, paste, Gain(seconds, "all of it: only gradients are exchanged then")), larger]
 
 
 _FIXES = {"expert": _of_experts, "shard": _of_shards, "rows": _of_rows, "loss": _of_losses}
