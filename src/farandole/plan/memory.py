@@ -48,6 +48,11 @@ class WeightFacts:
     largest_block_bytes: int
     """Parameters of the largest repeated block; 0 without blocks."""
 
+    @property
+    def element_bytes(self) -> float:
+        """Bytes of a trainable parameter."""
+        return self.trainable_bytes / max(1, self.trainable_elements)
+
 
 @dataclass(frozen=True)
 class OptimizerFacts:

@@ -23,7 +23,7 @@ from .buckets import StageGradients, stage_gradients
 from .layout import RunLayout
 from .rates import Spent
 from .stages import StageUnits, cut, kept_micro_batches, stage_owners
-from .units import UnitPass, is_block, is_recomputed, share_of
+from .units import UnitPass, divides, is_block, is_recomputed, share_of
 
 _RESIDUAL_BYTES = 8
 """Bytes of an element with a codec: what was not sent, now and before the last step."""
@@ -74,6 +74,52 @@ def memory_of_candidate(
     return memory_by_rank(profile, stages, stage_owners(layout), layout)
 
 
+class RoughRank:
+    """What a rank holds of some units and of parts of units, in microseconds for each of many ways to train it.
+
+    Left out, as next to nothing of a model that hardly fits: buckets, what codecs keep, messages, files.
+    """
+
+    def __init__(self, profile: ModelProfile, units: Sequence[tuple[ModelUnit, float]], layout: RunLayout) -> None:
+        setting = _setting(profile, layout)
+        facts = _known(profile, layout, setting)
+        (self._activations,) = facts.activations.values()
+        self._experts = sum(count * each.expert.parameters for each, count in units if each.expert)
+        self._experts /= layout.degrees.expert
+        self._part = _part(profile, units, 1.0, layout, self._shared(units, layout))
+        self._facts = part_of(replace(facts, activations={}), self._part)
+        self._element_bytes = facts.weights[setting.precision].element_bytes
+        self._samples = profile.samples
+
+    @staticmethod
+    def _shared(units: Sequence[tuple[ModelUnit, float]], layout: RunLayout) -> float:
+        """Return the trainable parameters that are not of experts."""
+        tensor, found = layout.degrees.tensor, 0.0
+        for unit, count in units:
+            facts = divides(unit, layout)
+            divided = facts.parameters * (1 - 1 / tensor) if facts else 0.0
+            experts = unit.expert.parameters if unit.expert else 0
+            found += count * max(0.0, unit.parameters - experts - divided)
+        return found
+
+    def state_bytes(self, profile: ModelProfile, layout: RunLayout) -> int:
+        """Return weights, gradients and the optimizer's states, with what the plan's stage of ZeRO gathers."""
+        setting = _sharding(_setting(profile, layout), layout)
+        held = memory_of(
+            self._facts, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes
+        ).state_bytes
+        state = self._facts.optimizer[setting.precision].state_bytes_per_element
+        return held + round(self._experts * (2 * self._element_bytes + state))
+
+    def activation_bytes(self, samples: float, kept: float) -> int:
+        """Return the most beside states, with so many samples in a pass and so many passes kept at once."""
+        part, factor = self._part, samples / self._samples
+        alive = self._activations.scaled(
+            part.parameters, factor * kept * part.activations, factor * part.temporaries, kept
+        )
+        return alive.peak_bytes
+
+
 def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:
     """Return what a unit keeps of one sample until backward, in fp32; recomputed ones keep their input."""
     if is_recomputed(unit, profile, layout):
@@ -105,8 +151,7 @@ def _of_rank(
         blocks = mine.activations[setting.precision, "blocks"]
         made = partly_recomputed(none, blocks, *_shares_of_names(profile, units, kept, layout))
         mine = replace(mine, activations={(setting.precision, setting.recompute): made})
-    if layout.stage == "hybrid" and layout.plan.shard_within != "host":
-        setting = setting._replace(stage="3", ranks=layout.shards)
+    setting = _sharding(setting, layout)
     memory = memory_of(
         mine, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes,
         batch_factor=layout.samples / profile.samples,
@@ -120,9 +165,7 @@ def _with_the_rest(
 ) -> MemoryByCategory:  # fmt: skip
     """Add what ZeRO does not divide: experts, what codecs keep, messages of the pipeline."""
     facts = profile.memory
-    element = facts.weights[setting.precision].trainable_bytes / max(
-        1, facts.weights[setting.precision].trainable_elements
-    )
+    element = facts.weights[setting.precision].element_bytes
     optimizer = facts.optimizer[setting.precision].state_bytes_per_element
     experts = sum(gradients.expert_elements for _, gradients in stages)
     coded = sum(gradients.coded_elements for _, gradients in stages)
@@ -149,6 +192,13 @@ def _setting(profile: ModelProfile, layout: RunLayout) -> Setting:
     setting, weights = layout.setting(), profile.memory.weights
     if setting.precision not in weights:
         setting = setting._replace(precision="fp32" if "fp32" in weights else next(iter(weights)))
+    return setting
+
+
+def _sharding(setting: Setting, layout: RunLayout) -> Setting:
+    """Return the setting with the ranks that share, where these are not those of a host."""
+    if layout.stage == "hybrid" and layout.plan.shard_within != "host":
+        return setting._replace(stage="3", ranks=layout.shards)
     return setting
 
 
@@ -184,7 +234,11 @@ def _shares_of_names(
 
 
 def _part(
-    profile: ModelProfile, units: Sequence[tuple[ModelUnit, int]], kept: float, layout: RunLayout, shared: int
+    profile: ModelProfile,
+    units: Sequence[tuple[ModelUnit, float]],
+    kept: float,
+    layout: RunLayout,
+    shared: float,
 ) -> RankPart:
     elements = max(1, profile.parameters)
     whole = sum(each.count * saved_bytes(each, profile, layout, divided=False) for each in profile.units)

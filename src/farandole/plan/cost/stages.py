@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...core.schedule.actions import Schedule
 from ...core.schedule.build import build_schedule
 from ...core.schedule.partition import LayerCost, partition
 from ...core.schedule.simulate import Simulator, StageTimes
-from ...core.schedule.validate import in_flight
+from ...core.schedule.validate import enough_micro_batches, in_flight
 from ...core.vocabulary.errors import PlanError
 from ..model.profile import ModelProfile, ModelUnit
 from .layout import RunLayout
@@ -27,6 +28,9 @@ _IN_A_ROW = 2
 """Batches after which a pipeline without a flush is full."""
 _MOST_ACTIONS = 6000
 """A schedule with more is simulated with fewer micro-batches, and continued. See [Note: a long schedule]."""
+_MOST_ROUNDS = 12
+"""Rounds that are simulated at most: of 300 schedules with stages of random times all but those of 1f1b then had
+their exact length, and these were 0.05 % off on the mean."""
 
 
 @dataclass
@@ -103,11 +107,8 @@ def _balanced(
             round(facts.saved_bytes * layout.samples * layout.width / layout.degrees.tensor),
             round(profile.units[max(0, unit - 1)].output_bytes * layout.samples),
         ))  # fmt: skip
-    kept = _in_flight(layout.plan.schedule, layout.degrees.pipeline, layout.micro_batches, layout.plan.chunks)
-    by_stage = tuple(kept[rank] for rank in _schedule(
-        layout.plan.schedule, layout.degrees.pipeline, layout.micro_batches, layout.plan.chunks
-    ).stage_ranks)  # fmt: skip
-    return list(_partition(tuple(costs), by_stage))
+    kept = kept_micro_batches(layout)
+    return list(_partition(tuple(costs), tuple(kept[rank] for rank in stage_owners(layout))))
 
 
 @lru_cache(maxsize=256)
@@ -154,8 +155,37 @@ def stage_owners(layout: RunLayout) -> tuple[int, ...]:
     """Return the place in the pipeline of each stage."""
     if layout.degrees.pipeline == 1:
         return (0,)
-    plan = layout.plan
-    return _schedule(plan.schedule, layout.degrees.pipeline, layout.micro_batches, plan.chunks).stage_ranks
+    return short_schedule(*_shape(layout)).schedule.stage_ranks
+
+
+def kept_micro_batches(layout: RunLayout) -> tuple[int, ...]:
+    """Return, of each rank of the pipeline, how many activations of a stage it keeps at most at once."""
+    if layout.degrees.pipeline == 1:
+        return (1,)
+    return short_schedule(*_shape(layout)).kept
+
+
+def _shape(layout: RunLayout) -> tuple[str, int, int, int]:
+    return layout.plan.schedule, layout.degrees.pipeline, layout.micro_batches, layout.plan.chunks
+
+
+class ShortSchedule(NamedTuple):
+    """A schedule with just so many micro-batches that it keeps as many at once as a longer one."""
+
+    schedule: Schedule
+    kept: tuple[int, ...]
+    """By rank, as `in_flight` says."""
+
+
+def short_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> ShortSchedule:
+    """Return where stages are in a schedule, and what is kept. Raises `PlanError` where there is none."""
+    return _short(name, ranks, enough_micro_batches(name, ranks, micro_batches), chunks)
+
+
+@lru_cache(maxsize=256)
+def _short(name: str, ranks: int, micro_batches: int, chunks: int) -> ShortSchedule:
+    schedule = _schedule(name, ranks, micro_batches, chunks)
+    return ShortSchedule(schedule, in_flight(schedule))
 
 
 @lru_cache(maxsize=64)
@@ -166,19 +196,6 @@ def _schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedul
 @lru_cache(maxsize=64)
 def _simulator(name: str, ranks: int, micro_batches: int, chunks: int) -> Simulator:
     return Simulator(_schedule(name, ranks, micro_batches, chunks))
-
-
-@lru_cache(maxsize=256)
-def _in_flight(name: str, ranks: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    return in_flight(_schedule(name, ranks, micro_batches, chunks))
-
-
-def kept_micro_batches(layout: RunLayout) -> tuple[int, ...]:
-    """Return, of each rank of the pipeline, how many activations of a stage it keeps at most at once."""
-    if layout.degrees.pipeline == 1:
-        return (1,)
-    plan = layout.plan
-    return _in_flight(plan.schedule, layout.degrees.pipeline, layout.micro_batches, plan.chunks)
 
 
 def transfer(unit: ModelUnit, layout: RunLayout, rates: Rates) -> tuple[Spent, int]:
@@ -209,12 +226,16 @@ def pipeline_step(times: Sequence[StageTimes], layout: RunLayout) -> PipelineSte
     return PipelineStep(seconds, free, max(range(ranks), key=busy.__getitem__))
 
 
+def simulated_micro_batches(ranks: int, stages: int, micro_batches: int) -> int:
+    """Return with how many micro-batches a schedule is simulated; see [Note: a long schedule]."""
+    rounds = max(3, min(_MOST_ROUNDS, _MOST_ACTIONS // (3 * stages * ranks)))
+    return min(micro_batches, (rounds + 1) * ranks + micro_batches % ranks)
+
+
 @lru_cache(maxsize=4096)
 def _long(name: str, ranks: int, micro_batches: int, chunks: int, times: tuple[StageTimes, ...]) -> float:
-    actions = 3 * len(times)
-    rounds = max(3, _MOST_ACTIONS // (actions * ranks))
-    fewer = (rounds + 1) * ranks + micro_batches % ranks
-    if micro_batches <= fewer:
+    fewer = simulated_micro_batches(ranks, len(times), micro_batches)
+    if micro_batches == fewer:
         return _simulator(name, ranks, micro_batches, chunks).total_seconds(times)
     first = _simulator(name, ranks, fewer - ranks, chunks).total_seconds(times)
     second = _simulator(name, ranks, fewer, chunks).total_seconds(times)

@@ -4,22 +4,32 @@
 is over the limit of memory, or slower than a plan that is known, need not be predicted, and nothing is lost. The
 screen is no bound: an estimate with the bubble and what is sent, in whose order layouts are predicted. What is
 compared in the end is always a prediction.
+
+[Note: both ends] The rank with most is the first one of a pipeline, which keeps most micro-batches, or the one
+with the last stage, which has the head. So the screen looks at these two, with stages of equal FLOPs. Blocks are
+counted up at the begin, and down at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ...core.cluster.cluster import Cluster
 from ...core.cluster.collective import collective_work
 from ...core.step_model.comm_cost import ring_factor
-from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.schedule_names import SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..cost.held import RoughRank
+from ..cost.layout import RunLayout
 from ..cost.units import is_block
 from ..model.profile import ModelProfile, ModelUnit
 from .layout import SearchLayout
+from .other_clusters import ranks_per_host
 
+Units = list[tuple[ModelUnit, float]]
 _HALF = {"fp32": 1.0}
 """Bytes of an activation, relative to fp32; the others have half."""
 _UNIT_SHARE, _HIDES = 0.1, 0.6
@@ -32,13 +42,15 @@ class Floor(NamedTuple):
     seconds: float
     nbytes: int
     screen_seconds: float
+    screen_bytes: int
 
 
 class Bounds:
     """The bounds of all layouts of a model on a cluster."""
 
-    def __init__(self, profile: ModelProfile, cluster: Cluster) -> None:
-        self._profile, self._cluster = profile, cluster
+    def __init__(self, profile: ModelProfile, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
+        self._profile, self._cluster, self._fixed = profile, cluster, fixed
+        self._room = Room(profile, cluster, fixed)
         units = profile.units
         self._parameters = profile.parameters
         self._experts = sum(unit.count * unit.expert.parameters for unit in units if unit.expert)
@@ -65,7 +77,8 @@ class Bounds:
             sums = samples * self._tensor_seconds(layout) if base.tensor > 1 else 0.0
             shards = 1.5 * exchange * layout.passes if base.zero == MOST_ZERO else exchange
             screen = compute + again + bubble + sums + max(_UNIT_SHARE * shards, shards - _HIDES * compute)
-            floors.append(Floor(compute, self._bytes(layout, parameters, divided), screen))
+            nbytes = self._bytes(layout, parameters, divided)
+            floors.append(Floor(compute, nbytes, screen, max(nbytes, self._room.of(layout))))
         return floors
 
     def _whole(self, precision: str) -> tuple[float, float]:
@@ -119,6 +132,8 @@ class Bounds:
         weights = parameters * width / (sharing if layout.zero == MOST_ZERO else 1)
         gradients = parameters * width / (sharing if layout.zero > 1 else 1)
         states = parameters * self._profile.optimizer_state_bytes * width / 4 / sharing
+        if self._fixed.get("offload") == "disk":
+            states = 0.0
         saved = 0.0
         if layout.recompute == Plan.recompute:
             saved = self._saved * layout.micro_batch * _HALF.get(layout.precision, 0.5) / divided
@@ -133,3 +148,88 @@ def pass_seconds(unit: ModelUnit, cluster: Cluster, precision: str) -> tuple[flo
     rates = cluster.device.compute.get(name) or next(iter(cluster.device.compute.values()))
     best = max(each.flops_per_second.value for each in rates)
     return unit.forward_flops / best, unit.backward_flops / best
+
+
+class Room:
+    """What layouts of a model take. Remembers what layouts have in common."""
+
+    def __init__(self, profile: ModelProfile, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
+        self._profile, self._cluster, self._fixed = profile, cluster, fixed
+        self._ends: dict[tuple[Any, ...], list[RoughRank]] = {}
+        self._states: dict[tuple[Any, ...], list[int]] = {}
+        self._taken: dict[tuple[Any, ...], int] = {}
+
+    def of(self, layout: SearchLayout) -> int:
+        """Return the bytes of the rank that takes most; 0 where there is no such plan."""
+        meets, schedule = layout.schedule == "zb-v", layout.schedule
+        chunks = chunks_of(schedule, layout.chunks) if layout.pipeline > 1 else 1
+        way = (
+            layout.pipeline, layout.tensor, layout.context, layout.expert, chunks, meets, layout.recompute,
+            layout.precision,
+        )  # fmt: skip
+        sharing = way, layout.zero, layout.data, layout.shard
+        if sharing not in self._states:
+            try:
+                plan = layout.to_candidate(self._fixed)
+            except PlanError:  # what is wrong is said where it is predicted
+                return 0
+            run = RunLayout.of(plan, ranks_per_host(self._cluster), on_device=not self._cluster.on_cpus)
+            if way not in self._ends:
+                parts = ends_of(self._profile.units, layout.pipeline * chunks, chunks, meets)
+                self._ends[way] = [RoughRank(self._profile, units, run) for units in parts]
+            self._states[sharing] = [each.state_bytes(self._profile, run) for each in self._ends[way]]
+        most, kept = 0, kept_at_ends(schedule, layout.pipeline, layout.passes, chunks)
+        for end, state, passes in zip(self._ends[way], self._states[sharing], kept, strict=False):
+            key = id(end), layout.micro_batch, passes
+            if key not in self._taken:
+                self._taken[key] = end.activation_bytes(layout.micro_batch, passes)
+            most = max(most, state + self._taken[key])
+        return most
+
+
+def ends_of(units: Sequence[ModelUnit], stages: int, chunks: int, meets: bool) -> list[Units]:
+    """Return the units of the first rank and of the last one; `meets`: the first has the last stage too.
+
+    Where a rank has several stages the others are taken to be like the mean one.
+    """
+    if stages == 1:
+        return [[(unit, float(unit.count)) for unit in units]]
+    flops = sum(unit.count * (unit.forward_flops + unit.backward_flops) for unit in units)
+    first, last = (_end(order, flops / stages, up) for order, up in ((units, True), (units[::-1], False)))
+    if meets:
+        return [[*first, *last]]
+    others = [(unit, unit.count * (chunks - 1) / stages) for unit in units] if chunks > 1 else []
+    return [[*first, *others], [*last, *others]]
+
+
+def _end(units: Sequence[ModelUnit], flops: float, counts_up: bool) -> Units:
+    """Return the units from the first one on, until they have so many FLOPs; at least one."""
+    found: Units = []
+    for unit in units:
+        each = unit.forward_flops + unit.backward_flops
+        fitting = flops / each if each else unit.count
+        count = min(unit.count, math.ceil(fitting - 1e-9) if counts_up else math.floor(fitting + 1e-9))
+        if not count and found:
+            break
+        found.append((unit, float(max(1, count))))
+        flops -= max(1, count) * each
+        if flops <= 0 or count < unit.count:
+            break
+    return found
+
+
+def kept_at_ends(schedule: str, pipeline: int, micro_batches: int, chunks: int) -> tuple[float, float]:
+    """Return how many micro-batches the first and the last rank keep at most at once, of all of their stages.
+
+    What `in_flight` counts in schedules that are built, divided by the stages of a rank.
+    """
+    if pipeline == 1:
+        return 1.0, 1.0
+    if schedule == "gpipe":
+        return micro_batches, micro_batches
+    if schedule in SEVERAL_STAGES and schedule != "zb-v":
+        first = pipeline + (pipeline - 1) / chunks
+        last = pipeline - (pipeline - 1) / chunks
+        return min(micro_batches, first), min(micro_batches, last)
+    first = min(micro_batches, pipeline)
+    return first, 1 if schedule == "1f1b" else first

@@ -8,10 +8,10 @@ from functools import partial
 
 from ...core.cluster.cluster import Cluster
 from ...core.cluster.resize import with_ranks
-from ...core.schedule.build import build_schedule
 from ...core.step_model.prediction import CANDIDATES
 from ..combinations import lossy_keys
 from ..cost.predict import predict as predict_fully
+from ..cost.stages import short_schedule
 from ..model.profile import ModelProfile
 from .in_words import in_words
 from .knobs import fixed_is_lossy, is_lossy
@@ -168,7 +168,7 @@ def stage_seconds(
         return []
     layers = layers_of_plan(profile, cluster, best.candidate)
     names = [each.name for each in layers]
-    schedule = build_schedule(plan.schedule, int(plan.pipeline), passes_of(best.candidate), plan.chunks)
+    schedule = short_schedule(plan.schedule, int(plan.pipeline), passes_of(best.candidate), plan.chunks).schedule
     cuts: Sequence[int] | None = None
     if plan.pipeline_cuts and all(each in names for each in plan.pipeline_cuts):
         cuts = [names.index(each) for each in plan.pipeline_cuts]

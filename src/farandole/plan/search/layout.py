@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import permutations, product
 from typing import Any, NamedTuple
 
 from ...core.vocabulary.degrees import Degrees
-from ...core.vocabulary.schedule_names import DEFAULT_SCHEDULE
+from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, DEFAULT_SCHEDULE, SCHEDULES
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..candidate import Candidate
 from ..combinations import refuse_codecs_of_rows, refuse_combinations
+from .request import PRECISIONS
 
 
 class SearchLayout(NamedTuple):
@@ -90,3 +92,28 @@ class SearchLayout(NamedTuple):
     def degrees(self) -> Degrees:
         """The mesh."""
         return Degrees(self.pipeline, self.data, self.shard, self.expert, self.context, self.tensor)
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero": tuple(range(MOST_ZERO + 1)), "recompute": ("none", "blocks"), "precision": PRECISIONS,
+}  # fmt: skip
+_DEGREES = ("pipeline", "data", "shard", "context", "tensor")
+
+
+def neighbours(layout: SearchLayout) -> Iterator[SearchLayout]:
+    """Yield layouts that differ in one thing by a factor of two or by another value; not all of them can be."""
+    for more, less in ((1, 2), (2, 1)):
+        yield layout._replace(micro_batch=layout.micro_batch * more // less, passes=layout.passes * less // more)
+    for name, values in _VALUES.items():
+        yield from (layout._replace(**{name: value}) for value in values if value != getattr(layout, name))
+    for schedule, chunks in product(SCHEDULES, (0, DEFAULT_CHUNKS, 2 * DEFAULT_CHUNKS)):
+        if (schedule, chunks) != (layout.schedule, layout.chunks):
+            yield layout._replace(schedule=schedule, chunks=chunks)
+    for down, up in permutations(_DEGREES, 2):
+        if getattr(layout, down) % 2:
+            continue
+        moved = layout._replace(**{down: getattr(layout, down) // 2, up: getattr(layout, up) * 2})
+        samples = layout.micro_batch * layout.passes * layout.sample_ranks // moved.sample_ranks
+        for micro_batch in {layout.micro_batch, samples // layout.passes, 1}:
+            if micro_batch:
+                yield moved._replace(micro_batch=micro_batch, passes=samples // micro_batch)

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.cluster.cluster import Cluster
-from ...core.schedule.build import build_schedule
 from ...core.schedule.partition import LayerCost, partition
-from ...core.schedule.validate import in_flight
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..candidate import Candidate
+from ..cost.stages import short_schedule
 from ..cost.units import is_block
 from ..model.profile import ModelProfile
 from ..model.unfold import name_of
@@ -114,7 +113,7 @@ def passes_of(candidate: Candidate) -> int:
 def best_cuts(layers: Sequence[Layer], candidate: Candidate, limit_bytes: int) -> list[int] | None:
     """Return the layer that each stage but the first begins with; None if no split is within the limit."""
     plan = candidate.plan
-    schedule = build_schedule(plan.schedule, int(plan.pipeline), passes_of(candidate), plan.chunks)
+    schedule, kept = short_schedule(plan.schedule, int(plan.pipeline), passes_of(candidate), plan.chunks)
     costs = [
         LayerCost(
             each.name, each.forward_seconds + each.backward_seconds, each.state_bytes,
@@ -124,7 +123,6 @@ def best_cuts(layers: Sequence[Layer], candidate: Candidate, limit_bytes: int) -
         for number, each in enumerate(layers)
     ]  # fmt: skip
     each_chunk = chunks_of(plan.schedule, plan.chunks)
-    kept = in_flight(schedule)
     by_stage = [max(1, math.ceil(kept[rank] / each_chunk)) for rank in schedule.stage_ranks]
     try:
         return partition(costs, schedule.stages, in_flight=by_stage, limit_bytes=limit_bytes // each_chunk)
@@ -146,7 +144,7 @@ def _recomputing(layers: Sequence[Layer], option: PredictedPlan, limit_bytes: in
             return
         ends = [0, *cuts, len(layers)]
         stages = [list(range(ends[i], ends[i + 1])) for i in range(len(ends) - 1)]
-        kept = in_flight(build_schedule(plan.schedule, int(plan.pipeline), passes_of(candidate), plan.chunks))
+        kept = short_schedule(plan.schedule, int(plan.pipeline), passes_of(candidate), plan.chunks).kept
     for margin in (1.0, 1.15, 1.5):
         names: list[str] = []
         for number, (stage, copies) in enumerate(zip(stages, kept, strict=True)):

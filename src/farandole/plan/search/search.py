@@ -14,7 +14,9 @@ chosen.
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -25,10 +27,11 @@ from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate, Prediction
+from ..cost.stages import simulated_micro_batches
 from ..model.profile import ModelProfile
 from .bounds import Bounds, Floor
 from .knobs import settings_of
-from .layout import SearchLayout
+from .layout import SearchLayout, neighbours
 from .refine import refined
 from .request import SearchRequest
 from .result import PredictedPlan
@@ -38,10 +41,20 @@ Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]
 FIRST_OF_A_FAMILY = 4
 REFINED = 6
 """Plans whose split and recomputation are searched."""
-_Ranked = tuple[float, SearchLayout, Floor]
-"""A layout with the screen of its score and its floor."""
+EXPANDED = 6
+"""Plans whose neighbours are looked at."""
+WORTH = 2.0
+"""Neighbours are predicted that seem to be no worse than so many times the best plan."""
+ALMOST = 1.5
+"""Plans that are over the limit by less may fit with another split, or with recomputation of some blocks."""
+_Ranked = tuple[tuple[bool, float], SearchLayout, Floor]
+"""A layout with its place in the order, and its floor."""
+_Known = tuple[float, SearchLayout, Floor, PredictedPlan]
+"""A layout that was predicted, after its score."""
 NEAR = 0.03
 """See [Note: the simplest of near ones]. A share of what the goal makes smallest."""
+_OF_A_PIPELINE, _SIMULATED = 3.0, 150
+"""The effort of a pipeline, and how many micro-batches on how many stages are simulated for one unit of effort."""
 _TUNING_SHARE = 0.4
 """The part of the effort that is kept for buckets, codecs and routes."""
 
@@ -102,6 +115,16 @@ def _score(goal: str, seconds: float, nbytes: float, ranks: int) -> float:
     return {"memory": nbytes, "cost": ranks * seconds}.get(goal, seconds)
 
 
+def _first_of_each(options: Sequence[PredictedPlan]) -> list[PredictedPlan]:
+    """Return some of `options`, which are sorted: the first one of each family before the second ones."""
+    places: Counter[str] = Counter()
+    ranked = []
+    for number, each in enumerate(options):
+        ranked.append((places[each.family], number, each))
+        places[each.family] += 1
+    return [each for _, _, each in sorted(ranked, key=lambda entry: entry[:2])[: 2 * REFINED]]
+
+
 def simplicity(candidate: Candidate) -> int:
     """Return how many keys of the plan are not as by default."""
     plan = candidate.plan
@@ -138,7 +161,7 @@ class _Search:
         self._found = Found()
         self._best: dict[str, float] = {}
         """Score by family."""
-        self._known: dict[str, list[tuple[float, SearchLayout, Floor, PredictedPlan]]] = {}
+        self._known: dict[str, list[_Known]] = {}
         self._effort = float(self._request.effort)
         self._shapes: set[tuple[str, int, int, int]] = set()
         """Schedules that were built."""
@@ -147,28 +170,29 @@ class _Search:
         by_family = self._layouts()
         tuning = self._effort * _TUNING_SHARE
         self._look(by_family, until=tuning)
+        self._descend(by_family, until=tuning / 2)
         self._tune()
         self._refine()
         return self._found
 
     def _layouts(self) -> dict[str, list[_Ranked]]:
         """Return the layouts of each family in the order of the screen; of one that cannot fit the smallest."""
-        bounds = Bounds(self._profile, self._cluster)
+        bounds = Bounds(self._profile, self._cluster, self._request.fixed)
         by_family: dict[str, list[_Ranked]] = {}
         smallest: dict[str, _Ranked] = {}
-        found, goal = self._found, self._request.goal
+        found = self._found
         for base, layouts in self._space:
-            family, ranks = base.family, base.ranks
+            family = base.family
             found.families.setdefault(family, "")
             kept = by_family.setdefault(family, [])
             found.layouts += len(layouts)
             for layout, floor in zip(layouts, bounds.of(base, layouts), strict=True):
-                entry = (_score(goal, floor.screen_seconds, floor.nbytes, ranks), layout, floor)
+                entry = self._place(layout, floor), layout, floor
                 if floor.nbytes <= self._limit_bytes:
                     kept.append(entry)
                     continue
                 found.too_large += 1
-                if family not in smallest or floor.nbytes < smallest[family][2].nbytes:
+                if family not in smallest or floor.screen_bytes < smallest[family][2].screen_bytes:
                     smallest[family] = entry
         if not found.layouts:
             raise PlanError(self._nothing(), remedy=self._remedy())
@@ -181,6 +205,15 @@ class _Search:
             each.sort(key=lambda entry: entry[0])
         return by_family
 
+    def _place(self, layout: SearchLayout, floor: Floor) -> tuple[bool, float]:
+        """Return the place in the order: what most likely fits by its score, then the rest by its memory."""
+        if floor.screen_bytes > self._limit_bytes:
+            return True, floor.screen_bytes
+        return False, self._screened(layout, floor)
+
+    def _screened(self, layout: SearchLayout, floor: Floor) -> float:
+        return _score(self._request.goal, floor.screen_seconds, floor.screen_bytes, layout.ranks)
+
     def _look(self, by_family: dict[str, list[_Ranked]], *, until: float) -> None:
         """Predict layouts with default buckets, until so much effort is left."""
         for place in range(FIRST_OF_A_FAMILY):
@@ -189,20 +222,56 @@ class _Search:
                     self._consider(*entries[place][1:])
         rest = [entry for entries in by_family.values() for entry in entries[FIRST_OF_A_FAMILY:]]
         rest.sort(key=lambda entry: entry[0])
-        for number, (_, layout, floor) in enumerate(rest):
-            if self._effort <= until:
-                self._found.left = len(rest) - number
-                return
-            self._consider(layout, floor)
+        rest = self._walk(rest, until=until)
+        if rest and not self._found.options:
+            rest.sort(key=lambda entry: entry[2].screen_bytes)
+            self._effort += self._request.effort
+            rest = self._walk(rest, until=until, until_one_fits=True)
+        self._found.left = len(rest)
 
-    def _consider(self, layout: SearchLayout, floor: Floor) -> None:
+    def _walk(self, entries: list[_Ranked], *, until: float, until_one_fits: bool = False) -> list[_Ranked]:
+        """Predict layouts until so much effort is left; return the others."""
+        for number, (_, layout, floor) in enumerate(entries):
+            if self._effort <= until or (until_one_fits and self._found.options):
+                return entries[number:]
+            self._consider(layout, floor)
+        return []
+
+    def _descend(self, by_family: dict[str, list[_Ranked]], *, until: float) -> None:
+        """Look around the best plans, until none of them has a better neighbour."""
+        if not self._found.left:
+            return
+        floors = {layout: floor for entries in by_family.values() for _, layout, floor in entries}
+        known = [each for of_family in self._known.values() for each in of_family]
+        seen = {layout for _, layout, _, _ in known}
+        expanded: set[SearchLayout] = set()
+        while self._effort > until:
+            fitting = [each for each in known if each[3].prediction.peak_bytes <= self._limit_bytes]
+            best = heapq.nsmallest(EXPANDED, fitting, key=lambda each: each[0])
+            entry = next((each for each in best if each[1] not in expanded), None)
+            if entry is None:
+                return
+            value, layout, floor, _ = entry
+            expanded.add(layout)
+            most = WORTH * best[0][0] / value * self._screened(layout, floor)
+            new = {each: floors[each] for each in neighbours(layout) if each in floors and each not in seen}
+            seen |= set(new)
+            for other, near in sorted(new.items(), key=lambda each: self._screened(*each)):
+                fits_almost = near.screen_bytes <= ALMOST * self._limit_bytes
+                if fits_almost and self._screened(other, near) <= most and self._effort > until:
+                    known += self._consider(other, near)
+
+    def _consider(self, layout: SearchLayout, floor: Floor) -> list[_Known]:
+        """Predict a layout unless it is beaten; return what is known then, if anything."""
         if self._is_beaten(layout, floor):
             self._found.beaten += 1
-            return
+            return []
         option = self._try(layout)
-        if option is not None:
-            value = score(option, self._request.goal)[0]
-            self._known.setdefault(layout.family, []).append((value, layout, floor, option))
+        if option is None:
+            return []
+        known = score(option, self._request.goal)[0], layout, floor, option
+        self._known.setdefault(layout.family, []).append(known)
+        return [known]
 
     def _is_beaten(self, layout: SearchLayout, floor: Floor) -> bool:
         least = _score(self._request.goal, floor.seconds, floor.nbytes, layout.ranks)
@@ -239,11 +308,13 @@ class _Search:
         plan = candidate.plan
         if plan.pipeline == 1:
             return 1.0
-        shape = plan.schedule, int(plan.pipeline), plan.micro_batches, plan.chunks
-        size = shape[1] * shape[2] * chunks_of(plan.schedule, plan.chunks)
+        stages = int(plan.pipeline) * chunks_of(plan.schedule, plan.chunks)
+        simulated = simulated_micro_batches(int(plan.pipeline), stages, plan.micro_batches)
+        shape = plan.schedule, int(plan.pipeline), simulated, plan.chunks
+        effort = stages * simulated / _SIMULATED
         is_known = shape in self._shapes
         self._shapes.add(shape)
-        return 2.0 + size / 160 + (0.0 if is_known else size / 40)
+        return _OF_A_PIPELINE + effort * (1 if is_known else 2)
 
     def _tune(self) -> None:
         """Try buckets, codecs and routes: of the best of each family first, then of all in their order."""
@@ -264,7 +335,12 @@ class _Search:
         """Search the split and the recomputation of the best plans, and of those that fit only almost."""
         goal = self._request.goal
         fitting = sorted(self._found.options, key=lambda each: score(each, goal))[:REFINED]
-        almost = sorted(self._found.over, key=lambda each: score(each, goal))[:REFINED]
+        over = sorted(self._found.over, key=lambda each: score(each, goal))
+        almost = _first_of_each(
+            [each for each in over if each.prediction.peak_bytes <= ALMOST * self._limit_bytes]
+        )
+        if not fitting:
+            almost += sorted(over, key=lambda each: each.prediction.peak_bytes)[:REFINED]
         almost += self._without_recomputation(fitting)
         for option in [*fitting, *almost]:
             for candidate in refined(self._profile, self._cluster, option, self._limit_bytes, self._request.fixed):

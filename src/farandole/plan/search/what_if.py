@@ -14,11 +14,8 @@ from ...core.cluster.resize import with_ranks
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.units import format_bytes
 from ..candidate import Candidate
-from ..memory import PRECISIONS, RECOMPUTE, STAGES, Setting
-from ..memory_advice import least_possible, remedies
-from ..memory_table import Choice
 from ..model.profile import ModelProfile
-from .other_clusters import ranks_per_host, with_faster_link, with_limit
+from .other_clusters import with_faster_link, with_limit
 from .result import PredictedPlan, WhatIf
 from .search import Found, Predictor, SearchQuestion, choose, find, score
 
@@ -72,9 +69,7 @@ def ways_to_fit(question: SearchQuestion, found: Found) -> Iterator[str]:
         f"{format_bytes(needed - limit_bytes)} more than {format_bytes(limit_bytes)}"
     )
     ways = list(_ways(question))
-    yield from ways
-    if not ways:
-        yield from _by_facts(question, least)
+    yield from ways or ["nothing that was tried makes it fit: other keys, and up to 16 times the ranks"]
 
 
 def _ways(question: SearchQuestion) -> Iterator[str]:
@@ -114,22 +109,6 @@ def _best_of(question: SearchQuestion) -> PredictedPlan | None:
         return find(question).best("memory")
     except PlanError:
         return None
-
-
-def _by_facts(question: SearchQuestion, least: PredictedPlan) -> Iterator[str]:
-    """Fall back on the memory by stage, which looks at more ranks and smaller batches."""
-    plan = least.candidate.plan
-    facts, limit_bytes = question.profile.memory, question.limit_bytes
-    precision = plan.precision if plan.precision in facts.weights else PRECISIONS[0]
-    recompute = plan.recompute if plan.recompute in RECOMPUTE else RECOMPUTE[-1]
-    setting = Setting(STAGES[plan.zero], precision, str(recompute), least.candidate.ranks)
-    choice = Choice(ranks_per_host=ranks_per_host(question.cluster))
-    found = remedies(facts, setting, limit_bytes, choice)
-    for way in found:
-        yield f"it would fit with {way.text}: {format_bytes(way.total_bytes)}"
-    if not found:
-        way = least_possible(facts, setting, choice)
-        yield f"nothing makes it fit: {format_bytes(way.total_bytes)} with {way.text}"
 
 
 def _pool(found: Found, goal: str) -> list[PredictedPlan]:

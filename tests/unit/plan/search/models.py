@@ -31,11 +31,11 @@ from farandole.plan.model.profile import (
 from farandole.plan.search.refine import micro_batch_of, passes_of
 
 
-def make_profile(*, blocks: int = 8, experts: int = 0, width: int = 512) -> ModelProfile:
-    """Return a transformer's profile: an embedding, blocks, a head."""
+def make_profile(*, blocks: int = 8, experts: int = 0, width: int = 512, saved: float = 16.0) -> ModelProfile:
+    """Return a transformer's profile: an embedding, blocks that save `saved` of their inputs, a head."""
     parameters = 12 * width * width
     embedding = _unit("embedding", 1, 1000 * width, flops=0.0, saved=4.0 * 128 * width)
-    block = _unit("layers.0", blocks, parameters, flops=2.0 * parameters * 128, saved=16.0 * 4 * 128 * width)
+    block = _unit("layers.0", blocks, parameters, flops=2.0 * parameters * 128, saved=saved * 4 * 128 * width)
     block = replace(
         block,
         tensor=TensorFacts(8, parameters, block.forward_flops, 0.75 * block.saved_bytes, 4.0 * 128 * width),

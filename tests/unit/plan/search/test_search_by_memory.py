@@ -1,0 +1,120 @@
+"""Models that only just fit: a plan is found where there is one, and none is much worse for looking wider."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from farandole.core.cluster.cluster import Cluster
+from farandole.core.cluster.presets import preset_cluster
+from farandole.core.schedule.build import build_schedule
+from farandole.core.schedule.validate import enough_micro_batches, in_flight
+from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
+from farandole.plan.cost.predict import predict
+from farandole.plan.model.profile import ModelProfile
+from farandole.plan.search.bounds import Bounds, kept_at_ends
+from farandole.plan.search.decide import search
+from farandole.plan.search.request import SearchRequest
+from farandole.plan.search.search import NEAR, SearchQuestion, find
+from farandole.plan.search.space import Space
+
+from .models import make_cluster, make_profile
+
+
+@dataclass
+class Case:
+    """A model on a cluster where not every plan fits."""
+
+    profile: ModelProfile
+    cluster: Cluster
+    request: SearchRequest
+
+    def seconds(self, **changed: Any) -> float:
+        """Return the seconds of the plan that a search finds; infinite where it finds none."""
+        best = search(self.profile, self.cluster, replace(self.request, **changed)).best
+        return float("inf") if best is None else best.prediction.seconds
+
+
+def make_case(seed: int) -> Case:
+    """Return a case whose limit is a little more than the least plan needs, or some times that."""
+    draw = random.Random(seed)
+    ranks = draw.choice([8, 16])
+    profile = make_profile(blocks=draw.choice([6, 8, 12]), width=draw.choice([512, 1024, 2048]))
+    cluster = make_cluster(ranks=ranks, inside=draw.choice([2, 4, 8]), rate=draw.choice([1e9, 1e10, 1e11]))
+    effort = draw.choice([600, 1500, 3000])
+    request = SearchRequest(ranks, ranks * draw.choice([4, 8, 16]), precisions=("fp32", "bf16"), effort=effort)
+    least = replace(request, goal="memory", effort=100_000)
+    best = find(SearchQuestion(profile, cluster, least, partial(predict, interval=False), 2**62)).best("memory")
+    assert best is not None, "no plan at all"
+    limit_bytes = round(best.prediction.peak_bytes * draw.choice([1.01, 1.1, 1.5, 3.0]))
+    return Case(profile, cluster, replace(request, memory_bytes=limit_bytes))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_looking_wider_is_never_worse(seed: int) -> None:
+    """What fits is found; keys that are fixed, precisions left out and less effort find nothing better."""
+    case = make_case(seed)
+    free = case.seconds()
+    assert free < float("inf"), "a plan fits, and was not found"
+    fixed: list[dict[str, Any]] = [
+        {"tensor": 1, "pipeline": 1}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4, "schedule": "1f1b"},
+        {"zero": 3}, {"recompute": "blocks"},
+    ]  # fmt: skip
+    others = {str(keys): case.seconds(fixed=keys) for keys in fixed}
+    others |= {name: case.seconds(precisions=(name,)) for name in case.request.precisions}
+    others["less effort"] = case.seconds(effort=case.request.effort // 3)
+    best = min(others, key=lambda name: others[name])
+    assert free <= others[best] * (1 + NEAR), f"{free / others[best] - 1:.1%} slower than with {best}: {others}"
+
+
+@pytest.mark.parametrize("saved", [500.0, 2000.0])
+def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float) -> None:
+    """64 billion parameters and long sequences on 64 GPUs of 84 GB: fast plans are too large."""
+    profile, cluster = make_profile(blocks=80, width=8192, saved=saved), preset_cluster("dgx-h100", 64)
+    answer = search(profile, cluster, SearchRequest(64, 512, effort=600))
+    assert answer.best is not None, f"{answer.advice}"
+    assert answer.best.prediction.peak_bytes <= cluster.device.memory_bytes.value
+
+
+def test_screens_are_near_to_predictions() -> None:
+    """The memory by which layouts are ordered is that of predictions, but for some tens of percent."""
+    profile, cluster = make_profile(blocks=8), make_cluster(ranks=8, inside=4)
+    bounds = Bounds(profile, cluster, {})
+    ratios = []
+    for base, layouts in Space(profile, SearchRequest(8, 64, precisions=("fp32", "bf16")), cluster):
+        some = layouts[:: max(1, len(layouts) // 3)]
+        for layout, floor in zip(some, bounds.of(base, some), strict=True):
+            peak_bytes = predict(profile, cluster, layout.to_candidate({}), interval=False).peak_bytes
+            ratios.append(floor.screen_bytes / peak_bytes)
+    ratios.sort()
+    assert len(ratios) > 150, f"only {len(ratios)} layouts"
+    low, middle, high = (ratios[round(share * (len(ratios) - 1))] for share in (0.05, 0.5, 0.95))
+    assert low > 0.75, f"{low} to {high}"
+    assert 0.95 < middle < 1.2, f"{middle}"
+    assert high < 1.6, f"{low} to {high}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
+    """A short schedule keeps as many as a long one on each rank, and both ends follow from the numbers."""
+    for ranks in range(2, 7):
+        for chunks in (2, 3, 4) if name == "interleaved" else (0,):
+            for micro_batches in range(1, 5 * ranks + 2):
+                if name == "interleaved" and micro_batches % ranks:
+                    continue
+                kept = in_flight(build_schedule(name, ranks, micro_batches, chunks))
+                enough = enough_micro_batches(name, ranks, micro_batches)
+                assert kept == in_flight(build_schedule(name, ranks, enough, chunks)), f"{ranks} {micro_batches}"
+                each = chunks_of(name, chunks)
+                first, last = kept_at_ends(name, ranks, micro_batches, each)
+                most = max(kept) / each if name == "zb-v" else kept[0] / each
+                assert abs(first - most) < 1e-9, f"{name} {ranks} {micro_batches} {chunks}: {first} of {kept}"
+                if name != "zb-v":
+                    assert abs(last - kept[-1] / each) < 1e-9, (
+                        f"{name} {ranks} {micro_batches} {chunks}: {last} of {kept}"
+                    )
