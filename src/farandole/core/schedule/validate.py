@@ -66,11 +66,6 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def enough_micro_batches(name: str, ranks: int, micro_batches: int) -> int:
-    """Return how many micro-batches a schedule needs to keep as many at once as with `micro_batches`."""
-    return micro_batches if name == "gpipe" else min(micro_batches, 2 * ranks + micro_batches % ranks)
-
-
 def _refuse_deadlock(schedule: Schedule) -> None:
     divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
     position = [0] * schedule.ranks

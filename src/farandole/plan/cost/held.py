@@ -77,39 +77,44 @@ def memory_of_candidate(
 class RoughRank:
     """What a rank holds of some units and of parts of units, in microseconds for each of many ways to train it.
 
-    Left out, as next to nothing of a model that hardly fits: buckets, what codecs keep, messages, files.
+    Left out: buckets, and what codecs keep.
     """
 
     def __init__(self, profile: ModelProfile, units: Sequence[tuple[ModelUnit, float]], layout: RunLayout) -> None:
-        setting = _setting(profile, layout)
+        setting, degrees = _setting(profile, layout), layout.degrees
         facts = _known(profile, layout, setting)
         (self._activations,) = facts.activations.values()
-        self._experts = sum(count * each.expert.parameters for each, count in units if each.expert)
-        self._experts /= layout.degrees.expert
+        experts = sum(count * each.expert.parameters for each, count in units if each.expert)
+        self._experts = experts / degrees.expert if degrees.expert > 1 else 0.0
         self._part = _part(profile, units, 1.0, layout, self._shared(units, layout))
-        self._facts = part_of(replace(facts, activations={}), self._part)
+        nothing = dict.fromkeys(facts.activations, ActivationFacts(0, 0, 0))
+        self._facts = part_of(replace(facts, activations=nothing), self._part)
         self._element_bytes = facts.weights[setting.precision].element_bytes
         self._samples = profile.samples
+        largest = max((each.output_bytes for each, _ in units), default=0.0) if degrees.pipeline > 1 else 0.0
+        self._message_bytes = _MESSAGES * largest * layout.residual_width / degrees.context
 
     @staticmethod
     def _shared(units: Sequence[tuple[ModelUnit, float]], layout: RunLayout) -> float:
-        """Return the trainable parameters that are not of experts."""
+        """Return the trainable parameters that are not of divided experts."""
         tensor, found = layout.degrees.tensor, 0.0
         for unit, count in units:
             facts = divides(unit, layout)
             divided = facts.parameters * (1 - 1 / tensor) if facts else 0.0
-            experts = unit.expert.parameters if unit.expert else 0
+            experts = unit.expert.parameters if unit.expert and layout.degrees.expert > 1 else 0
             found += count * max(0.0, unit.parameters - experts - divided)
         return found
 
-    def state_bytes(self, profile: ModelProfile, layout: RunLayout) -> int:
-        """Return weights, gradients and the optimizer's states, with what the plan's stage of ZeRO gathers."""
+    def states(self, profile: ModelProfile, layout: RunLayout) -> tuple[int, int]:
+        """Return bytes: weights, gradients and states, with what ZeRO gathers; and of the optimizer's step."""
         setting = _sharding(_setting(profile, layout), layout)
         held = memory_of(
-            self._facts, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes
-        ).state_bytes
+            self._facts, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes,
+            on_disk=layout.plan.offload == "disk",
+        )  # fmt: skip
         state = self._facts.optimizer[setting.precision].state_bytes_per_element
-        return held + round(self._experts * (2 * self._element_bytes + state))
+        experts = round(self._experts * (2 * self._element_bytes + state))
+        return held.state_bytes + experts, held.temporary_bytes or 0
 
     def activation_bytes(self, samples: float, kept: float) -> int:
         """Return the most beside states, with so many samples in a pass and so many passes kept at once."""
@@ -117,7 +122,7 @@ class RoughRank:
         alive = self._activations.scaled(
             part.parameters, factor * kept * part.activations, factor * part.temporaries, kept
         )
-        return alive.peak_bytes
+        return alive.peak_bytes + round(samples * self._message_bytes)
 
 
 def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:

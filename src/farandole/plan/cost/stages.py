@@ -15,7 +15,7 @@ from ...core.schedule.actions import Schedule
 from ...core.schedule.build import build_schedule
 from ...core.schedule.partition import LayerCost, partition
 from ...core.schedule.simulate import Simulator, StageTimes
-from ...core.schedule.validate import enough_micro_batches, in_flight
+from ...core.schedule.validate import in_flight
 from ...core.vocabulary.errors import PlanError
 from ..model.profile import ModelProfile, ModelUnit
 from .layout import RunLayout
@@ -29,8 +29,7 @@ _IN_A_ROW = 2
 _MOST_ACTIONS = 6000
 """A schedule with more is simulated with fewer micro-batches, and continued. See [Note: a long schedule]."""
 _MOST_ROUNDS = 12
-"""Rounds that are simulated at most: of 300 schedules with stages of random times all but those of 1f1b then had
-their exact length, and these were 0.05 % off on the mean."""
+"""Rounds that are simulated at most: of 1,137 schedules with stages of random times 126 were off then, by 1 %."""
 
 
 @dataclass
@@ -179,7 +178,10 @@ class ShortSchedule(NamedTuple):
 
 def short_schedule(name: str, ranks: int, micro_batches: int, chunks: int) -> ShortSchedule:
     """Return where stages are in a schedule, and what is kept. Raises `PlanError` where there is none."""
-    return _short(name, ranks, enough_micro_batches(name, ranks, micro_batches), chunks)
+    enough = min(micro_batches, 2 * ranks + micro_batches % ranks)
+    if name == "gpipe" or (name == "interleaved" and micro_batches % ranks):  # which is refused by its number
+        enough = micro_batches
+    return _short(name, ranks, enough, chunks)
 
 
 @lru_cache(maxsize=256)

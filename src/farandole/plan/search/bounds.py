@@ -6,13 +6,11 @@ screen is no bound: an estimate with the bubble and what is sent, in whose order
 compared in the end is always a prediction.
 
 [Note: both ends] The rank with most is the first one of a pipeline, which keeps most micro-batches, or the one
-with the last stage, which has the head. So the screen looks at these two, with stages of equal FLOPs. Blocks are
-counted up at the begin, and down at the end.
+with the last stage, which has the head. So the screen looks at these two, with stages of equal FLOPs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +24,7 @@ from ..cost.held import RoughRank
 from ..cost.layout import RunLayout
 from ..cost.units import is_block
 from ..model.profile import ModelProfile, ModelUnit
+from ..model.unfold import unfolded
 from .layout import SearchLayout
 from .other_clusters import ranks_per_host
 
@@ -50,7 +49,9 @@ class Bounds:
 
     def __init__(self, profile: ModelProfile, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
         self._profile, self._cluster, self._fixed = profile, cluster, fixed
-        self._room = Room(profile, cluster, fixed)
+        recompute = fixed.get("recompute")
+        told_apart = unfolded(profile, recompute) if isinstance(recompute, tuple) else profile
+        self._room = Room(told_apart, cluster, fixed)
         units = profile.units
         self._parameters = profile.parameters
         self._experts = sum(unit.count * unit.expert.parameters for unit in units if unit.expert)
@@ -156,7 +157,7 @@ class Room:
     def __init__(self, profile: ModelProfile, cluster: Cluster, fixed: Mapping[str, Any]) -> None:
         self._profile, self._cluster, self._fixed = profile, cluster, fixed
         self._ends: dict[tuple[Any, ...], list[RoughRank]] = {}
-        self._states: dict[tuple[Any, ...], list[int]] = {}
+        self._states: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         self._taken: dict[tuple[Any, ...], int] = {}
 
     def of(self, layout: SearchLayout) -> int:
@@ -171,19 +172,19 @@ class Room:
         if sharing not in self._states:
             try:
                 plan = layout.to_candidate(self._fixed)
+                run = RunLayout.of(plan, ranks_per_host(self._cluster), on_device=not self._cluster.on_cpus)
             except PlanError:  # what is wrong is said where it is predicted
                 return 0
-            run = RunLayout.of(plan, ranks_per_host(self._cluster), on_device=not self._cluster.on_cpus)
             if way not in self._ends:
                 parts = ends_of(self._profile.units, layout.pipeline * chunks, chunks, meets)
                 self._ends[way] = [RoughRank(self._profile, units, run) for units in parts]
-            self._states[sharing] = [each.state_bytes(self._profile, run) for each in self._ends[way]]
+            self._states[sharing] = [each.states(self._profile, run) for each in self._ends[way]]
         most, kept = 0, kept_at_ends(schedule, layout.pipeline, layout.passes, chunks)
-        for end, state, passes in zip(self._ends[way], self._states[sharing], kept, strict=False):
+        for end, (state, step), passes in zip(self._ends[way], self._states[sharing], kept, strict=False):
             key = id(end), layout.micro_batch, passes
             if key not in self._taken:
                 self._taken[key] = end.activation_bytes(layout.micro_batch, passes)
-            most = max(most, state + self._taken[key])
+            most = max(most, state + max(step, self._taken[key]))
         return most
 
 
@@ -195,20 +196,20 @@ def ends_of(units: Sequence[ModelUnit], stages: int, chunks: int, meets: bool) -
     if stages == 1:
         return [[(unit, float(unit.count)) for unit in units]]
     flops = sum(unit.count * (unit.forward_flops + unit.backward_flops) for unit in units)
-    first, last = (_end(order, flops / stages, up) for order, up in ((units, True), (units[::-1], False)))
+    first, last = (_end(order, flops / stages) for order in (units, units[::-1]))
     if meets:
         return [[*first, *last]]
     others = [(unit, unit.count * (chunks - 1) / stages) for unit in units] if chunks > 1 else []
     return [[*first, *others], [*last, *others]]
 
 
-def _end(units: Sequence[ModelUnit], flops: float, counts_up: bool) -> Units:
+def _end(units: Sequence[ModelUnit], flops: float) -> Units:
     """Return the units from the first one on, until they have so many FLOPs; at least one."""
     found: Units = []
     for unit in units:
         each = unit.forward_flops + unit.backward_flops
         fitting = flops / each if each else unit.count
-        count = min(unit.count, math.ceil(fitting - 1e-9) if counts_up else math.floor(fitting + 1e-9))
+        count = min(unit.count, round(fitting))
         if not count and found:
             break
         found.append((unit, float(max(1, count))))

@@ -9,6 +9,7 @@ from functools import partial
 from ...core.cluster.cluster import Cluster
 from ...core.cluster.resize import with_ranks
 from ...core.step_model.prediction import CANDIDATES
+from ...core.vocabulary.units import format_seconds
 from ..combinations import lossy_keys
 from ..cost.predict import predict as predict_fully
 from ..cost.stages import short_schedule
@@ -23,6 +24,9 @@ from .result import DrawnPlan, PlanAnswer, PlanFamily, PredictedPlan
 from .search import Found, Predictor, SearchQuestion, find, score
 from .what_if import changes_of, ways_to_fit
 
+LONG_STEP_SECONDS = 600.0
+MUCH_FASTER = 1.5
+"""A precision with so many times the rate is worth a word."""
 MOST_DRAWN = 400
 """Plans of the drawing beside the frontier."""
 _SIMPLE = ("tensor", "pipeline", "expert", "context")
@@ -196,12 +200,29 @@ def _warnings(
         lines += best.prediction.warnings
     lines += profile.notes
     if best is not None:
+        lines += _of_precision(request, cluster)
+        if best.prediction.seconds > LONG_STEP_SECONDS:
+            lines.append(
+                f"a step of {format_seconds(best.prediction.seconds)} is unusual: a global batch counts samples, "
+                "which are sequences for a language model, not tokens"
+            )
         lines += warnings_of_codec(best, request, cluster)
     if found.left:
         lines.append(
             f"{found.left} of {found.layouts} layouts were not predicted, the least promising ones (--effort)"
         )
     return list(dict.fromkeys(lines))
+
+
+def _of_precision(request: SearchRequest, cluster: Cluster) -> list[str]:
+    """Return that bf16 would be faster, where nothing but fp32 was looked at by default."""
+    rates = {name: max(each.flops_per_second.value for each in of) for name, of in cluster.device.compute.items()}
+    is_asked = "precision" in request.fixed or request.precisions != ("fp32",)
+    if is_asked or not {"fp32", "bf16"} <= set(rates):
+        return []
+    factor = rates["bf16"] / rates["fp32"]
+    said = f"planned in fp32: {cluster.device.name} is {factor:.1f} times as fast in bf16 (--precision fp32,bf16)"
+    return [said] if factor > MUCH_FASTER else []
 
 
 def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Cluster) -> list[str]:

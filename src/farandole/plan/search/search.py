@@ -1,10 +1,12 @@
 """The search: all layouts, pruned by what they hold at least, predicted best first, and the best ones refined.
 
-[Note: best first] Layouts are predicted in the order of the screen ([Note: bounds and screens]), the first few of
-every family before the rest, so that each family has its best plan. A layout whose floor is over the limit of
-memory, or no better than the best known plan of its family, is passed over: nothing is lost by that. Where all
-other layouts have been predicted the result is that of trying all; where there are too many, the search ends after
-`SearchRequest.effort` predictions, and the answer says so.
+[Note: best first] Layouts are predicted in the order of the screen ([Note: bounds and screens]): those that seem
+to fit by its seconds, then the rest by its bytes; the first few of every family come before, so that each family
+has its best plan. A layout whose floor is over the limit of memory, or no better than the best known plan of its
+family, is passed over: nothing is lost by that. Where all other layouts have been predicted the result is that of
+trying all. Where there are too many, the search ends after about `SearchRequest.effort` predictions, and the
+answer says so. A part of them goes to neighbours of the best plans; where nothing has fitted, as many more are
+made in the order of bytes.
 
 [Note: the simplest of near ones] Predicted times are off by more than some percent. So of the plans that are
 within `NEAR` of the best the one with the fewest kinds of parallelism is chosen, and of these the best: what more
@@ -14,9 +16,7 @@ chosen.
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -42,11 +42,11 @@ FIRST_OF_A_FAMILY = 4
 REFINED = 6
 """Plans whose split and recomputation are searched."""
 EXPANDED = 6
-"""Plans whose neighbours are looked at."""
+"""Plans whose neighbours are looked at: so many of the best, and the best of so many families."""
 WORTH = 2.0
 """Neighbours are predicted that seem to be no worse than so many times the best plan."""
 ALMOST = 1.5
-"""Plans that are over the limit by less may fit with another split, or with recomputation of some blocks."""
+"""Neighbours that seem to be over the limit by less are predicted."""
 _Ranked = tuple[tuple[bool, float], SearchLayout, Floor]
 """A layout with its place in the order, and its floor."""
 _Known = tuple[float, SearchLayout, Floor, PredictedPlan]
@@ -113,16 +113,6 @@ def score(option: PredictedPlan, goal: str) -> tuple[float, ...]:
 
 def _score(goal: str, seconds: float, nbytes: float, ranks: int) -> float:
     return {"memory": nbytes, "cost": ranks * seconds}.get(goal, seconds)
-
-
-def _first_of_each(options: Sequence[PredictedPlan]) -> list[PredictedPlan]:
-    """Return some of `options`, which are sorted: the first one of each family before the second ones."""
-    places: Counter[str] = Counter()
-    ranked = []
-    for number, each in enumerate(options):
-        ranked.append((places[each.family], number, each))
-        places[each.family] += 1
-    return [each for _, _, each in sorted(ranked, key=lambda entry: entry[:2])[: 2 * REFINED]]
 
 
 def simplicity(candidate: Candidate) -> int:
@@ -222,15 +212,17 @@ class _Search:
                     self._consider(*entries[place][1:])
         rest = [entry for entries in by_family.values() for entry in entries[FIRST_OF_A_FAMILY:]]
         rest.sort(key=lambda entry: entry[0])
-        rest = self._walk(rest, until=until)
+        rest = self._walk(rest, self._effort - until)
         if rest and not self._found.options:
             rest.sort(key=lambda entry: entry[2].screen_bytes)
-            self._effort += self._request.effort
-            rest = self._walk(rest, until=until, until_one_fits=True)
+            before = self._effort
+            rest = self._walk(rest, self._request.effort, until_one_fits=True)
+            self._effort = before
         self._found.left = len(rest)
 
-    def _walk(self, entries: list[_Ranked], *, until: float, until_one_fits: bool = False) -> list[_Ranked]:
-        """Predict layouts until so much effort is left; return the others."""
+    def _walk(self, entries: list[_Ranked], effort: float, *, until_one_fits: bool = False) -> list[_Ranked]:
+        """Predict layouts with so much effort; return the others."""
+        until = self._effort - effort
         for number, (_, layout, floor) in enumerate(entries):
             if self._effort <= until or (until_one_fits and self._found.options):
                 return entries[number:]
@@ -247,19 +239,25 @@ class _Search:
         expanded: set[SearchLayout] = set()
         while self._effort > until:
             fitting = [each for each in known if each[3].prediction.peak_bytes <= self._limit_bytes]
-            best = heapq.nsmallest(EXPANDED, fitting, key=lambda each: each[0])
+            fitting.sort(key=lambda each: each[0])
+            of_families: dict[str, _Known] = {}
+            for each in fitting:
+                of_families.setdefault(each[1].family, each)
+            best = [*fitting[:EXPANDED], *list(of_families.values())[:EXPANDED]]
             entry = next((each for each in best if each[1] not in expanded), None)
             if entry is None:
                 return
             value, layout, floor, _ = entry
             expanded.add(layout)
-            most = WORTH * best[0][0] / value * self._screened(layout, floor)
+            most = WORTH * best[0][0] * self._screened(layout, floor)
             new = {each: floors[each] for each in neighbours(layout) if each in floors and each not in seen}
-            seen |= set(new)
             for other, near in sorted(new.items(), key=lambda each: self._screened(*each)):
                 fits_almost = near.screen_bytes <= ALMOST * self._limit_bytes
-                if fits_almost and self._screened(other, near) <= most and self._effort > until:
-                    known += self._consider(other, near)
+                if fits_almost and value * self._screened(other, near) <= most and self._effort > until:
+                    seen.add(other)
+                    made = self._consider(other, near)
+                    known += made
+                    self._found.left -= len(made)
 
     def _consider(self, layout: SearchLayout, floor: Floor) -> list[_Known]:
         """Predict a layout unless it is beaten; return what is known then, if anything."""
@@ -335,12 +333,11 @@ class _Search:
         """Search the split and the recomputation of the best plans, and of those that fit only almost."""
         goal = self._request.goal
         fitting = sorted(self._found.options, key=lambda each: score(each, goal))[:REFINED]
-        over = sorted(self._found.over, key=lambda each: score(each, goal))
-        almost = _first_of_each(
-            [each for each in over if each.prediction.peak_bytes <= ALMOST * self._limit_bytes]
-        )
-        if not fitting:
-            almost += sorted(over, key=lambda each: each.prediction.peak_bytes)[:REFINED]
+        best = score(fitting[0], goal) if fitting else (math.inf,)
+        better = [each for each in self._found.over if score(each, goal) < best]
+        better.sort(key=lambda each: score(each, goal))
+        smallest = sorted(better, key=lambda each: each.prediction.peak_bytes)[: 2 * REFINED]
+        almost = list({id(each): each for each in [*smallest, *better[:REFINED]]}.values())
         almost += self._without_recomputation(fitting)
         for option in [*fitting, *almost]:
             for candidate in refined(self._profile, self._cluster, option, self._limit_bytes, self._request.fixed):

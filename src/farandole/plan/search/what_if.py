@@ -22,6 +22,7 @@ from .search import Found, Predictor, SearchQuestion, choose, find, score
 _POOL = 10
 _LARGEST = 1000
 """Micro-batches times stages of a schedule that is simulated anew."""
+_TIMES_THE_RANKS = (2, 4, 8, 16)
 _EFFORT = 300
 """The effort of a search with another batch, or for what would make a model fit."""
 _LEAN = ("1f1b", "zb-h1")
@@ -68,8 +69,7 @@ def ways_to_fit(question: SearchQuestion, found: Found) -> Iterator[str]:
         f"does not fit: the least is {format_bytes(needed)} on a rank ({least.family}), "
         f"{format_bytes(needed - limit_bytes)} more than {format_bytes(limit_bytes)}"
     )
-    ways = list(_ways(question))
-    yield from ways or ["nothing that was tried makes it fit: other keys, and up to 16 times the ranks"]
+    yield from _ways(question)
 
 
 def _ways(question: SearchQuestion) -> Iterator[str]:
@@ -83,18 +83,20 @@ def _ways(question: SearchQuestion) -> Iterator[str]:
         option = _best_of(question._replace(request=other))
         if option is not None:
             yield f"it would fit with {text}: {format_bytes(option.prediction.peak_bytes)} ({option.family})"
-    for factor in (2, 4, 8, 16):
+    for factor in _TIMES_THE_RANKS:
         ranks = factor * request.ranks
-        other = replace(asked, ranks=ranks, global_batch=request.global_batch * factor)
         try:
+            other = replace(asked, ranks=ranks, global_batch=request.global_batch * factor)
             larger = with_ranks(cluster, ranks)
-        except ConfigError:  # such as more hosts, of which no network is known
+        except (ConfigError, PlanError) as problem:  # such as more hosts, of which no network is known
+            yield f"more ranks were not looked at: {problem.message}"
             return
         option = _best_of(question._replace(request=other, cluster=larger))
         if option is not None:
             needs = f"{format_bytes(option.prediction.peak_bytes)} ({option.family})"
             yield f"it would fit on {ranks} ranks with a global batch of {other.global_batch}: {needs}"
             return
+    yield f"no plan was found that fits on {_TIMES_THE_RANKS[-1]} times the ranks"
 
 
 def _found(question: SearchQuestion) -> list[PredictedPlan]:

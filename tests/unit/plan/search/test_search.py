@@ -16,6 +16,7 @@ from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
+from farandole.core.vocabulary.units import format_bytes
 from farandole.plan.candidate import Candidate, Prediction
 from farandole.plan.combinations import refuse_codecs_of_rows, refuse_combinations
 from farandole.plan.cost.predict import predict
@@ -327,7 +328,7 @@ def test_bad_requests() -> None:
         ({"goal": "speed"}, "--goal speed"), ({"ranks": 0}, "ranks = 0"), ({"effort": 0}, "effort"),
         ({"global_batch": 0}, "global batch = 0"),
         ({"global_batch": 10**12}, "125000000000 samples of a step for each of 8 ranks, expected at most 1048576"),
-        ({"memory_bytes": 0}, "memory = 0"),
+        ({"memory_bytes": 8}, "memory = 8 bytes of a rank, expected at least 1048576; give it with its unit"),
         ({"precisions": ("fp8",)}, "--precision fp8"),
     ):  # fmt: skip
         with pytest.raises(PlanError) as raised:
@@ -343,8 +344,10 @@ def test_a_model_that_does_not_fit_says_by_how_much() -> None:
     answer = search(profile, cluster, SearchRequest(8, 64), predict_plainly)
     assert answer.best is None
     first, *ways = answer.advice
-    assert first.startswith("does not fit: the least is 61.6 MB on a rank"), f"{first}"
-    assert "31.6 MB more than 30 MB" in first, f"{first}"
+    least = min(each.option.prediction.peak_bytes for each in answer.families if each.option)
+    assert first.startswith(f"does not fit: the least is {format_bytes(least)} on a rank"), f"{first}"
+    assert f"{format_bytes(least - 30_000_000)} more than 30 MB" in first, f"{first}"
+    assert least < 63e6, "a search that only goes by time finds 88 MB"
     assert any(way.startswith("it would fit on ") and "ranks" in way for way in ways), f"{ways}"
     assert all(each.status in ("does not fit", "impossible") for each in answer.families)
     with pytest.raises(PlanError, match="does not fit"):

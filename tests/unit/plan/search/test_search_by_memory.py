@@ -12,9 +12,13 @@ import pytest
 from farandole.core.cluster.cluster import Cluster
 from farandole.core.cluster.presets import preset_cluster
 from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.validate import enough_micro_batches, in_flight
+from farandole.core.schedule.validate import in_flight
+from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
+from farandole.core.vocabulary.spec import Plan
+from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
+from farandole.plan.cost.stages import short_schedule
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.search.bounds import Bounds, kept_at_ends
 from farandole.plan.search.decide import search
@@ -55,6 +59,7 @@ def make_case(seed: int) -> Case:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(24))
 def test_looking_wider_is_never_worse(seed: int) -> None:
     """What fits is found; keys that are fixed, precisions left out and less effort find nothing better."""
@@ -81,20 +86,25 @@ def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float
     assert answer.best.prediction.peak_bytes <= cluster.device.memory_bytes.value
 
 
-def test_screens_are_near_to_predictions() -> None:
+@pytest.mark.parametrize(
+    ("experts", "fixed"),
+    [(0, {}), (4, {"tensor": 1}), (0, {"recompute": ("layers.0", "layers.1"), "tensor": 1}),
+     (0, {"offload": "disk", "offload_directory": "states"})],
+)  # fmt: skip
+def test_screens_are_near_to_predictions(experts: int, fixed: dict[str, Any]) -> None:
     """The memory by which layouts are ordered is that of predictions, but for some tens of percent."""
-    profile, cluster = make_profile(blocks=8), make_cluster(ranks=8, inside=4)
-    bounds = Bounds(profile, cluster, {})
+    profile, cluster = make_profile(blocks=8, experts=experts), make_cluster(ranks=8, inside=4)
+    bounds = Bounds(profile, cluster, fixed)
     ratios = []
-    for base, layouts in Space(profile, SearchRequest(8, 64, precisions=("fp32", "bf16")), cluster):
+    for base, layouts in Space(profile, SearchRequest(8, 64, fixed=fixed, precisions=("fp32", "bf16")), cluster):
         some = layouts[:: max(1, len(layouts) // 3)]
         for layout, floor in zip(some, bounds.of(base, some), strict=True):
-            peak_bytes = predict(profile, cluster, layout.to_candidate({}), interval=False).peak_bytes
+            peak_bytes = predict(profile, cluster, layout.to_candidate(fixed), interval=False).peak_bytes
             ratios.append(floor.screen_bytes / peak_bytes)
     ratios.sort()
-    assert len(ratios) > 150, f"only {len(ratios)} layouts"
+    assert len(ratios) > 10, f"only {len(ratios)} layouts"
     low, middle, high = (ratios[round(share * (len(ratios) - 1))] for share in (0.05, 0.5, 0.95))
-    assert low > 0.75, f"{low} to {high}"
+    assert low > 0.7, f"{low} to {high}"
     assert 0.95 < middle < 1.2, f"{middle}"
     assert high < 1.6, f"{low} to {high}"
 
@@ -108,8 +118,13 @@ def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
                 if name == "interleaved" and micro_batches % ranks:
                     continue
                 kept = in_flight(build_schedule(name, ranks, micro_batches, chunks))
-                enough = enough_micro_batches(name, ranks, micro_batches)
-                assert kept == in_flight(build_schedule(name, ranks, enough, chunks)), f"{ranks} {micro_batches}"
+                short = short_schedule(name, ranks, micro_batches, chunks)
+                assert kept == short.kept, f"{ranks} {micro_batches}"
+                assert (
+                    len(short.schedule.actions[0])
+                    <= len(build_schedule(name, ranks, 3 * ranks, chunks).actions[0])
+                    or name == "gpipe"
+                )
                 each = chunks_of(name, chunks)
                 first, last = kept_at_ends(name, ranks, micro_batches, each)
                 most = max(kept) / each if name == "zb-v" else kept[0] / each
@@ -118,3 +133,38 @@ def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
                     assert abs(last - kept[-1] / each) < 1e-9, (
                         f"{name} {ranks} {micro_batches} {chunks}: {last} of {kept}"
                     )
+
+
+def test_what_is_said_of_precision_and_of_long_steps() -> None:
+    """A device that is much faster in bf16, where that was not asked for; and tokens that are given as samples."""
+    profile, cluster = make_profile(), preset_cluster("dgx-h100", 8)
+
+    def said(**changed: Any) -> str:
+        request = SearchRequest(**{"ranks": 8, "global_batch": 64, "effort": 20, **changed})
+        return " ".join(search(profile, cluster, request).warnings)
+
+    assert "planned in fp32: NVIDIA H100-SXM 80 GB is 14.8 times as fast in bf16 (--precision fp32,bf16)" in said()
+    assert "in bf16 (" not in said(precisions=("fp32", "bf16"))
+    assert "in bf16 (" not in said(fixed={"precision": "fp32"})
+    assert "not tokens" not in said()
+    profile = make_profile(width=8192)
+    assert "is unusual: a global batch counts samples, which are sequences" in said(global_batch=64 * 2**16)
+
+
+def test_micro_batches_that_a_schedule_does_not_take_are_named_as_given() -> None:
+    """Not by the number with which the schedule is looked at in short."""
+    plan = Plan(pipeline=4, schedule="interleaved", micro_batches=30)
+    with pytest.raises(PlanError, match="micro_batches = 30 is no multiple") as raised:
+        predict(make_profile(), make_cluster(ranks=8), Candidate(plan, 8, 120))
+    assert raised.value.remedy == "set micro_batches = 32"
+
+
+@pytest.mark.parametrize("ranks", [4, 65536])
+def test_ranks_that_were_not_looked_at_are_told(ranks: int) -> None:
+    """Where the cluster or the request has no more ranks, that is said, and no plan is said not to be there."""
+    profile, cluster = make_profile(), preset_cluster("rtx-4090", 4) if ranks == 4 else make_cluster(ranks=ranks)
+    fixed = {"zero": 0, "tensor": 1, "pipeline": 1, "context": 1}
+    request = SearchRequest(ranks, ranks, memory_bytes=2**21, effort=20, fixed=fixed)
+    answer = search(profile, cluster, request)
+    assert answer.best is None
+    assert any(each.startswith("more ranks were not looked at: ") for each in answer.advice), f"{answer.advice}"
