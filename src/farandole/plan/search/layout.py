@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
-from ...core.vocabulary.degrees import Degrees
+from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, DEFAULT_SCHEDULE, SCHEDULES
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..candidate import Candidate
@@ -97,7 +97,6 @@ class SearchLayout(NamedTuple):
 _VALUES: dict[str, tuple[Any, ...]] = {
     "zero": tuple(range(MOST_ZERO + 1)), "recompute": ("none", "blocks"), "precision": PRECISIONS,
 }  # fmt: skip
-_DEGREES = ("pipeline", "data", "shard", "context", "tensor")
 
 
 def neighbours(layout: SearchLayout) -> Iterator[SearchLayout]:
@@ -109,7 +108,7 @@ def neighbours(layout: SearchLayout) -> Iterator[SearchLayout]:
     for schedule, chunks in product(SCHEDULES, (0, DEFAULT_CHUNKS, 2 * DEFAULT_CHUNKS)):
         if (schedule, chunks) != (layout.schedule, layout.chunks):
             yield layout._replace(schedule=schedule, chunks=chunks)
-    for down, up in permutations(_DEGREES, 2):
+    for down, up in permutations(ORDER, 2):
         if getattr(layout, down) % 2:
             continue
         moved = layout._replace(**{down: getattr(layout, down) // 2, up: getattr(layout, up) * 2})

@@ -26,7 +26,7 @@ MOST_RANKS = 65536
 MOST_SAMPLES = 2**20
 """Samples of a step for each rank that there is. At a tenth of a millisecond a sample, which is little for a model
 that needs a plan, such a step takes 105 s; a larger number is most likely one of tokens, or a slip."""
-LEAST_MEMORY = 2**20
+LEAST_MEMORY_BYTES = 2**20
 """Bytes of a rank; fewer are a slip, such as a number without its unit."""
 _NOT_FIXED = ("version",)
 
@@ -68,9 +68,9 @@ class SearchRequest:
                 "in all)",
                 remedy="give the samples of one step: of a language model these are sequences, not tokens",
             )
-        if self.memory_bytes is not None and self.memory_bytes < LEAST_MEMORY:
+        if self.memory_bytes is not None and self.memory_bytes < LEAST_MEMORY_BYTES:
             raise PlanError(
-                f"memory = {self.memory_bytes} bytes of a rank, expected at least {LEAST_MEMORY}",
+                f"memory = {self.memory_bytes} bytes of a rank, expected at least {LEAST_MEMORY_BYTES}",
                 remedy="give it with its unit, such as 8GB or 8GiB",
             )
         for precision in self.precisions:

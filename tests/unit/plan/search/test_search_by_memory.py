@@ -86,6 +86,15 @@ def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float
     assert answer.best.prediction.peak_bytes <= cluster.device.memory_bytes.value
 
 
+def test_neighbours_of_the_best_plans_are_looked_at() -> None:
+    """A short search finds what a long one finds; by the order of layouts alone it does not."""
+    case = Case(
+        make_profile(blocks=8, width=1024), make_cluster(ranks=16, inside=4),
+        SearchRequest(16, 128, precisions=("fp32", "bf16"), effort=400, memory_bytes=500_000_000),
+    )  # fmt: skip
+    assert case.seconds() <= case.seconds(effort=2000) * (1 + NEAR)
+
+
 @pytest.mark.parametrize(
     ("experts", "fixed"),
     [(0, {}), (4, {"tensor": 1}), (0, {"recompute": ("layers.0", "layers.1"), "tensor": 1}),
@@ -120,11 +129,7 @@ def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
                 kept = in_flight(build_schedule(name, ranks, micro_batches, chunks))
                 short = short_schedule(name, ranks, micro_batches, chunks)
                 assert kept == short.kept, f"{ranks} {micro_batches}"
-                assert (
-                    len(short.schedule.actions[0])
-                    <= len(build_schedule(name, ranks, 3 * ranks, chunks).actions[0])
-                    or name == "gpipe"
-                )
+                assert name == "gpipe" or short.schedule.micro_batches < 3 * ranks, f"{ranks} {micro_batches}"
                 each = chunks_of(name, chunks)
                 first, last = kept_at_ends(name, ranks, micro_batches, each)
                 most = max(kept) / each if name == "zb-v" else kept[0] / each
