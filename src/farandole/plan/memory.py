@@ -9,13 +9,15 @@ rows of parameters travel through memory of their own, which is among weights. S
 bucket is whole until it is reduced, in one of a few regions that all buckets use in turn. Stage 3 divides
 the weights too: parameters outside of the repeated blocks are whole for the whole step, and two blocks are, the
 current one and the one fetched ahead, with their gradients until these are reduced. "hybrid" is stage 3 inside
-each host, with a copy on every host. Activations depend on the batch of a rank, not on the number of ranks.
+each host, with a copy on every host. With bf16 the matrices of a block are gathered in 2 bytes an element, and
+nothing casts them; gradients become float32 before they are reduced. Activations depend on the batch of a rank,
+not on the number of ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ..core.step_model.row_regions import disk_state_bytes, gather_bytes, sum_regions
@@ -47,6 +49,10 @@ class WeightFacts:
     """Parameters that are in no repeated block."""
     largest_block_bytes: int
     """Parameters of the largest repeated block; 0 without blocks."""
+    blocks_cast_bytes: int = 0
+    """Weights of the blocks that autocast casts, in bf16. Stage 3 gathers these so. 0: not known, or none."""
+    largest_block_cast_bytes: int = 0
+    """Those of the largest block."""
 
     @property
     def element_bytes(self) -> float:
@@ -102,26 +108,35 @@ class ActivationFacts:
         """`moments`, or the one that is taken for them."""
         return self.moments or (Moment(self.weight_copy_bytes, self.peak_bytes - self.weight_copy_bytes),)
 
-    def scaled(self, copies: float, kept: float, temporaries: float, passes: float = 1.0) -> ActivationFacts:
+    def scaled(
+        self, copies: float, kept: float, temporaries: float, least_fixed: float = 0.0
+    ) -> ActivationFacts:  # fmt: skip
         """Return these facts for another batch, or a part of the model.
 
         Args:
-            copies: factor of weights converted by autocast.
+            copies: factor of weights converted by autocast, which passes that are kept at once share.
             kept: factor of the rest of what is saved, over all passes that are kept at once.
             temporaries: factor of what is alive beyond that.
-            passes: how many are kept at once; autocast converts anew for each.
+            least_fixed: bytes of what does not grow that the smallest part has, if the whole has as many.
         """
         saved = self.saved_bytes - self.weight_copy_bytes
-        before = (passes - 1) * self.weight_copy_bytes
         moments = tuple(
             Moment(
-                round(copies * (each.fixed_bytes + before)),
+                round(max(copies * each.fixed_bytes, min(each.fixed_bytes, least_fixed))),
                 round(kept * min(each.growing_bytes, saved) + temporaries * max(0, each.growing_bytes - saved)),
             )
             for each in self.highest
         )
-        weights = round(copies * (self.weight_copy_bytes + before))
+        weights = round(copies * self.weight_copy_bytes)
         return _of_moments(weights + round(kept * saved), weights, moments)
+
+    def without_copies(self, nbytes: int) -> ActivationFacts:
+        """Return these facts where autocast does not convert so many bytes of weights."""
+        moments = tuple(
+            Moment(each.fixed_bytes - min(each.fixed_bytes, nbytes), each.growing_bytes) for each in self.highest
+        )
+        copies = self.weight_copy_bytes - min(self.weight_copy_bytes, nbytes)
+        return _of_moments(copies + _others(self), copies, moments)
 
 
 def partly_recomputed(
@@ -222,8 +237,6 @@ class RankPart:
     activations: float = 1.0
     """Share of what a pass over the whole model saves, all micro-batches together that it keeps at once."""
     temporaries: float = 1.0
-    passes: float = 1.0
-    """Passes whose activations it keeps at once."""
 
 
 def part_of(facts: ModelFacts, part: RankPart) -> ModelFacts:
@@ -232,10 +245,17 @@ def part_of(facts: ModelFacts, part: RankPart) -> ModelFacts:
         weights={name: _weights_of(each, part) for name, each in facts.weights.items()},
         optimizer=facts.optimizer,
         activations={
-            name: each.scaled(part.parameters, part.activations, part.temporaries, part.passes)
+            name: each.scaled(part.parameters, part.activations, part.temporaries, least_fixed(facts, part, *name))
             for name, each in facts.activations.items()
         },
     )
+
+
+def least_fixed(facts: ModelFacts, part: RankPart, precision: str, recompute: str) -> float:
+    """Return what a part has while a block is computed again: its converted weights, and as much of gradients."""
+    if precision != "bf16" or recompute != "blocks":
+        return 0.0
+    return 2 * part.largest_block * facts.weights[precision].largest_block_cast_bytes
 
 
 def _weights_of(facts: WeightFacts, part: RankPart) -> WeightFacts:
@@ -249,7 +269,29 @@ def _weights_of(facts: WeightFacts, part: RankPart) -> WeightFacts:
         largest_tensor_bytes=round(min(1.0, part.largest_block) * facts.largest_tensor_bytes),
         outside_blocks_bytes=round(part.outside_blocks * facts.outside_blocks_bytes),
         largest_block_bytes=round(part.largest_block * facts.largest_block_bytes),
+        blocks_cast_bytes=round(share * facts.blocks_cast_bytes),
+        largest_block_cast_bytes=round(part.largest_block * facts.largest_block_cast_bytes),
     )
+
+
+def gathered_in_16_bits(facts: ModelFacts) -> ModelFacts:
+    """Return the facts of bf16 at stage 3, where blocks gather their matrices so: autocast casts none of them.
+
+    Nothing changes the second time.
+    """
+    weights = facts.weights.get("bf16")
+    if weights is None:
+        return facts
+    cast = {"none": weights.blocks_cast_bytes, "blocks": weights.largest_block_cast_bytes}
+    activations = {
+        (precision, recompute): each.without_copies(cast.get(recompute, 0)) if precision == "bf16" else each
+        for (precision, recompute), each in facts.activations.items()
+    }
+    weights = replace(
+        weights, largest_block_bytes=weights.largest_block_bytes - weights.largest_block_cast_bytes,
+        blocks_cast_bytes=0, largest_block_cast_bytes=0,
+    )  # fmt: skip
+    return replace(facts, weights={**facts.weights, "bf16": weights}, activations=activations)
 
 
 def memory_of(
@@ -271,6 +313,8 @@ def memory_of(
         batch_factor: the batch of a rank, relative to the one in `facts`.
         on_disk: whether the states of the optimizer are in a file.
     """
+    if setting.stage in _SHARDS_WEIGHTS and setting.precision == "bf16" and setting.ranks > 1:
+        facts = gathered_in_16_bits(facts)
     weights, optimizer = facts.weights[setting.precision], facts.optimizer[setting.precision]
     ranks = min(setting.ranks, ranks_per_host) if setting.stage == "hybrid" else setting.ranks
     state = (

@@ -123,9 +123,10 @@ def test_with_another_batch_another_moment_is_the_highest() -> None:
     assert facts.scaled(1.0, 1.0, 1.0).peak_bytes == 250
     assert facts.scaled(1.0, 10.0, 10.0).peak_bytes == 20 + 2000, "150 + 1000 are less"
     assert facts.scaled(0.5, 1.0, 1.0).peak_bytes == 10 + 200, "of half of the weights"
-    kept = facts.scaled(1.0, 3.0, 1.0, passes=3.0)
-    assert kept.saved_bytes == 3 * 50 + 3 * 100, "three passes at once"
-    assert kept.peak_bytes == max(150 + 2 * 50 + 3 * 100, 20 + 2 * 50 + 3 * 100 + 100)
+    kept = facts.scaled(1.0, 3.0, 1.0)
+    assert kept.saved_bytes == 50 + 3 * 100, "three passes at once share what autocast converted"
+    assert kept.peak_bytes == max(150 + 3 * 100, 20 + 3 * 100 + 100)
+    assert facts.scaled(0.5, 1.0, 1.0, least_fixed=40).peak_bytes == 20 + 200, "no more than the whole has"
 
 
 def test_unknown_activations_are_left_out() -> None:

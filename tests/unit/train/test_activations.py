@@ -107,15 +107,20 @@ def test_temporaries_are_divided_as_the_model_is(language: ModelProfile, recompu
     converted = language.memory.activations["bf16", recompute].highest[1].fixed_bytes
     assert converted > 0.4 * whole, "of one sample they are much of it"
     for stages in (2, 4):
+        # The block that is computed again is one on each stage.
+        most = 1.3 / stages if recompute == "none" else 0.7
         keys = {"pipeline": stages, "micro_batches": 1}
         for divided in held(language, 1, precision="bf16", recompute=recompute, **keys):
-            assert passes_bytes(divided) < 1.3 * whole / stages
+            assert passes_bytes(divided) < most * whole
 
 
-def test_each_micro_batch_that_is_kept_has_its_converted_weights(language: ModelProfile) -> None:
-    converted = language.memory.activations["bf16", "none"].weight_copy_bytes
+def test_micro_batches_that_are_kept_share_their_converted_weights(language: ModelProfile) -> None:
+    """`fd.step` casts a weight once a step, for all of them."""
+    whole = language.memory.activations["bf16", "none"]
     keys = {"precision": "bf16", "pipeline": 2, "schedule": "1f1b", "micro_batches": 4}
     first, last = held(language, 1, **keys)
     assert first.activations_bytes is not None
     assert last.activations_bytes is not None
-    assert first.activations_bytes - last.activations_bytes > 0.9 * converted / 2, "two of them, and one"
+    of_one = (whole.saved_bytes - whole.weight_copy_bytes) / 2 / 2
+    assert whole.weight_copy_bytes > 2 * of_one, "they would be seen"
+    assert first.activations_bytes - last.activations_bytes < 2 * of_one, "two of them, and one"

@@ -31,6 +31,7 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.spec import Plan
 from ..outer_pass import outer_pass_of
+from ..precision.shared_casts import shared_casts
 from ..seeds import pass_seeds_of
 from .cut_model import CutModel
 from .messages import StageMailbox, StageMessage, message_of
@@ -152,8 +153,9 @@ class Pipeline:
         )
         mailbox.post()
         run = BatchRun(loss_function, batch, cuts, 0, {})
-        for action in schedule.actions[rank]:
-            self.act(action, stages[action.stage], run, mailbox)
+        with shared_casts(self.peers.here.device.type):
+            for action in schedule.actions[rank]:
+                self.act(action, stages[action.stage], run, mailbox)
         begin = time.monotonic()
         mailbox.close()
         self.peers.here.session.recorder.record(Phase(PIPELINE_WAIT, begin, time.monotonic()))

@@ -32,6 +32,7 @@ from ...core.schedule.in_a_row import BatchesInARow, Rows
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ..precision.shared_casts import shared_casts
 from .cut_model import REMEDIES
 from .messages import StageMailbox, StageMessage
 from .micro_batches import LossFunction, MicroBatches, unequal_targets
@@ -223,7 +224,8 @@ class DelayedPipeline(Pipeline):
                 self._batches.append(_OpenBatch(run, version, share))
                 rows = self._rows.batch(self._count)
                 self._mailbox.expect(rows)
-                self._act_all(rows[self.peers.index], agreement)
+                with shared_casts(self.peers.here.device.type):
+                    self._act_all(rows[self.peers.index], agreement)
             self._count += 1
             self._refuse_other_gradients(trained)
         finally:

@@ -8,7 +8,8 @@ Outside of training, and without gradients, the forward pass is the plain one.
 numbers: torch's generators are restored by the checkpoint, Python's and NumPy's here. Buffers: the second pass
 gets copies of what they were before the first, so running statistics are counted once, and a power iteration
 begins where it began. Statistics of all ranks: sums that the first pass received are replayed, so no rank waits
-for another in backward. Parameters: an error if they have changed, as autograd raises for a saved tensor.
+for another in backward. Parameters: an error if they have changed, as autograd raises for a saved tensor. What
+autocast casts in the first pass is not kept until the whole model has run, as it would be otherwise.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.vocabulary.errors import ConfigError
 from ..changed_class import ChangedClass, change_class, make_kin, set_class
 from ..data.batch_norm import StatsGroup, stats_group_of
+from ..precision.shared_casts import dropped_casts
 
 _MOST_BYTES = 1 << 20
 """Larger buffers are constants, such as masks: not copied in each pass, and refused if they change."""
@@ -115,6 +117,7 @@ class _Passes:
         with ExitStack() as stack:
             for group, sums in self._sums.items():
                 stack.enter_context(group.remember(sums))
+            stack.enter_context(dropped_casts(always=True))
             yield
         self._forget_constants()
 
@@ -148,6 +151,7 @@ class _Passes:
         with ExitStack() as stack:
             for group, sums in self._sums.items():
                 stack.enter_context(group.replay(sums))
+            stack.enter_context(dropped_casts(always=False))
             try:
                 _write_random(self._random)
                 for (module, name), before in self._before.items():

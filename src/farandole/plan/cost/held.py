@@ -14,6 +14,8 @@ from ..memory import (
     ModelFacts,
     RankPart,
     Setting,
+    gathered_in_16_bits,
+    least_fixed,
     memory_of,
     part_of,
     partly_recomputed,
@@ -83,10 +85,11 @@ class RoughRank:
     def __init__(self, profile: ModelProfile, units: Sequence[tuple[ModelUnit, float]], layout: RunLayout) -> None:
         setting, degrees = _setting(profile, layout), layout.degrees
         facts = _known(profile, layout, setting)
-        (self._activations,) = facts.activations.values()
+        ((name, self._activations),) = facts.activations.items()
         experts = sum(count * each.expert.parameters for each, count in units if each.expert)
         self._experts = experts / degrees.expert if degrees.expert > 1 else 0.0
         self._part = _part(profile, units, 1.0, layout, self._shared(units, layout))
+        self._least_fixed = least_fixed(facts, self._part, *name)
         nothing = dict.fromkeys(facts.activations, ActivationFacts(0, 0, 0))
         self._facts = part_of(replace(facts, activations=nothing), self._part)
         self._element_bytes = facts.weights[setting.precision].element_bytes
@@ -120,7 +123,7 @@ class RoughRank:
         """Return the most beside states, with so many samples in a pass and so many passes kept at once."""
         part, factor = self._part, samples / self._samples
         alive = self._activations.scaled(
-            part.parameters, factor * kept * part.activations, factor * part.temporaries, kept
+            part.parameters, factor * kept * part.activations, factor * part.temporaries, self._least_fixed
         )
         return alive.peak_bytes + round(samples * self._message_bytes)
 
@@ -218,8 +221,11 @@ def _known(profile: ModelProfile, layout: RunLayout, setting: Setting) -> ModelF
         found = ActivationFacts(
             round(whole * bytes_of_one), 0, round((whole + max(again, default=0.0)) * bytes_of_one)
         )
-    weights = {setting.precision: facts.weights[setting.precision]}
-    return ModelFacts(weights, facts.optimizer, {(setting.precision, recompute): found})
+    weights = facts.weights[setting.precision]
+    if not layout.gathers_in_16_bits:
+        weights = replace(weights, blocks_cast_bytes=0, largest_block_cast_bytes=0)
+    known = ModelFacts({setting.precision: weights}, facts.optimizer, {(setting.precision, recompute): found})
+    return gathered_in_16_bits(known)
 
 
 def _shares_of_names(
@@ -262,5 +268,4 @@ def _part(
         largest_block=split * largest_here / largest if largest else 0.0,
         activations=kept * share,
         temporaries=widest_here / widest if widest else split,
-        passes=kept,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import OTHER_SAMPLES, SAME_PARAMETERS, Degrees, degrees_of
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import chunks_of
@@ -129,6 +130,13 @@ class RunLayout:
     def gradient_width(self) -> float:
         """Bytes of a parameter and of its gradient, over those of the profile."""
         return 0.5 if self.plan.bf16_parameters else 1.0
+
+    @property
+    def gathers_in_16_bits(self) -> bool:
+        """Whether stage 3 gathers the matrices of blocks in 2 bytes an element."""
+        plan = self.plan
+        is_cast = plan.precision == "bf16" and not plan.bf16_parameters
+        return plan.zero == MOST_ZERO and is_cast and plan.weight_codec == NONE
 
     @property
     def stage(self) -> str:

@@ -30,6 +30,8 @@ class ShardedUnit:
 
     nbytes: int
     """Bytes of all ranks' shards, with their padding."""
+    gathered_bytes: int
+    """The same as they are gathered."""
     count: int
     """Equal units that follow each other."""
     is_root: bool
@@ -59,17 +61,19 @@ def sharded_units(profile: ModelProfile, stage: StageUnits, layout: RunLayout) -
     for index, count in stage.units:
         unit = profile.units[index]
         one = local_gradients(profile, StageUnits([(index, 1)]), layout, experts=False)
-        nbytes = _gathered_bytes(one, layout.shards)
+        nbytes = _shard_bytes(one, layout.shards)
         if unit.frozen_bytes:
             nbytes += round(unit.frozen_bytes * layout.gradient_width)
         if is_block(unit, profile) and nbytes:
-            found.append(ShardedUnit(nbytes, count, is_root=False, unit=index))
+            matrices = [each for each in one if each.columns > 1] if layout.gathers_in_16_bits else []
+            gathered = nbytes - _shard_bytes(matrices, layout.shards) // 2
+            found.append(ShardedUnit(nbytes, gathered, count, is_root=False, unit=index))
         else:
             rest += count * nbytes
-    return [ShardedUnit(rest, 1, is_root=True), *found] if rest else found
+    return [ShardedUnit(rest, rest, 1, is_root=True), *found] if rest else found
 
 
-def _gathered_bytes(gradients: Sequence[LocalGradient], ranks: int) -> int:
+def _shard_bytes(gradients: Sequence[LocalGradient], ranks: int) -> int:
     """Return the bytes of all shards: rows are divided as `torch.chunk` does, and padded to equal shards."""
     return sum(ranks * -(-each.rows // ranks) * each.columns * each.element_bytes for each in gradients)
 
@@ -88,14 +92,14 @@ def shard_cost(
     units = sharded_units(profile, stage, layout)
     flags = 0
     for each in units:
-        gather = rates.exchange("all_gather", ranks, stride, each.nbytes * up)
+        gather = rates.exchange("all_gather", ranks, stride, each.gathered_bytes * up)
         scatter = rates.exchange("reduce_scatter", ranks, stride, each.nbytes * down)
         if copies > 1:
             scatter.add(rates.exchange("all_reduce", copies, stride * ranks, each.nbytes / ranks))
         gathers = 1 if each.is_root else 2
         cost.calls += [
-            CollectiveCalls("all_gather", "shard", ranks, each.nbytes, gathers * each.count * layout.passes,
-                            plan.weight_codec),
+            CollectiveCalls("all_gather", "shard", ranks, each.gathered_bytes,
+                            gathers * each.count * layout.passes, plan.weight_codec),
             CollectiveCalls("reduce_scatter", "shard", ranks, each.nbytes, each.count * reductions, plan.codec),
         ]  # fmt: skip
         if copies > 1:

@@ -38,7 +38,7 @@ class NotAlikeError(FarandoleError):
 
 def activations_of(
     model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str, fold: bool,
-    larger: LargerBatch | None = None,
+    keeps_casts: bool = True, larger: LargerBatch | None = None,
 ) -> ActivationFacts:  # fmt: skip
     """Return `run_pass`; with `fold` from passes through some of the alike blocks, if these agree.
 
@@ -46,11 +46,13 @@ def activations_of(
     by more: if the peak grows by what is saved, and by the weights of a block that autocast converts. If it grows
     by less, the moment of most converted weights overtakes it. Where more is converted than the matrices two
     passes more must agree. Where it is not so the whole model is run.
+
+    `keeps_casts`: blocks keep what is converted, as they do unless they are computed again.
     """
     run = [block for _, block in longest_run(model)] if fold else []
     one_pass = partial(run_pass, model, batch, loss, device=device, precision=precision, larger=larger)
     if len(run) >= _FEWEST:
-        converted = _converted_bytes(run[0]) if precision == "bf16" else 0
+        converted = _converted_bytes(run[0]) if precision == "bf16" and keeps_casts else 0
         try:
             facts = []
             for depth in _DEPTHS:
@@ -68,7 +70,6 @@ def _agree(facts: Sequence[ActivationFacts], converted_bytes: int) -> bool:
     saved, copies, peak, *at = grown[-1]
     if len(grown) == 1:
         return not converted_bytes and not copies and saved == peak and at == [0, saved] * (len(at) // 2)
-    # What is converted is saved, or converted again when a block is computed again in backward.
     most = saved + max(0, converted_bytes - copies)
     return grown[-1] == grown[-2] and (peak >= most or most in map(sum, zip(at[::2], at[1::2], strict=True)))
 

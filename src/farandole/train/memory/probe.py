@@ -16,6 +16,7 @@ from ...parallel.blocks import repeated_blocks
 from ...parallel.frozen.adapters import adaptable, low_rank_adapters
 from ...parallel.frozen.block_codes import FORMS
 from ...parallel.frozen.encode_model import encode_weights, frozen_weights, stored_tensors
+from ...parallel.precision.products import product_weights
 from ...plan.memory import (
     ADAPTER_RANK,
     PRECISIONS,
@@ -111,6 +112,8 @@ def weight_facts(model: nn.Module) -> WeightFacts:
     trainable = [each for each in parameters if each.requires_grad]
     blocks = [list(block.parameters()) for _, block in repeated_blocks(model)]
     inside = {id(each) for block in blocks for each in block}
+    products = product_weights(model)
+    cast = [sum(2 * each.numel() for each in block if each in products) for block in blocks]
     return WeightFacts(
         weight_bytes=_bytes(stored_tensors(parameters)),
         buffer_bytes=_bytes(list(model.buffers())),
@@ -120,6 +123,8 @@ def weight_facts(model: nn.Module) -> WeightFacts:
         largest_tensor_bytes=max((each.nbytes for each in trainable), default=0),
         outside_blocks_bytes=_bytes(stored_tensors([each for each in parameters if id(each) not in inside])),
         largest_block_bytes=max((_bytes(stored_tensors(block)) for block in blocks), default=0),
+        blocks_cast_bytes=sum(cast),
+        largest_block_cast_bytes=max(cast, default=0),
     )
 
 
@@ -174,6 +179,7 @@ def _run_passes(
             activations[setting] = activations_of(
                 model, batch, question.loss,
                 device=question.device, precision=precision, fold=question.fold, larger=larger,
+                keeps_casts=recompute != "blocks",
             )  # fmt: skip
     except Exception as error:
         if not needs_values(error):

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
 from ...parallel.pipeline.micro_batches import as_call
+from ...parallel.precision.shared_casts import dropped_casts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From what a model returns, and the batch, to a scalar."""
@@ -29,7 +30,9 @@ def recomputed(model: nn.Module, recompute: str) -> Iterator[None]:
     try:
         for block in blocks:
             # The random state is small, and fake tensors have none.
-            again = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+            again = partial(
+                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+            )
             vars(block)["forward"] = again
         yield
     finally:
@@ -38,6 +41,10 @@ def recomputed(model: nn.Module, recompute: str) -> Iterator[None]:
                 vars(block).pop("forward", None)
             else:
                 vars(block)["forward"] = forward
+
+
+def _contexts() -> tuple[Any, Any]:
+    return dropped_casts(always=True), contextlib.nullcontext()
 
 
 def weight_type(precision: str) -> torch.dtype | None:

@@ -41,12 +41,14 @@ from ....comm.sessions.saved_state import Entry
 from ....comm.world.comm_errors import translated
 from ....comm.world.world import World
 from ....core.step_model.comm_cost import ring_sent_bytes
+from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ....core.vocabulary.events import BACKWARD, Phase
 from ....core.vocabulary.spec import Plan
 from ...data.buffers import BufferSync
 from .comm_coded import CodedReduceScatter
 from .exchange_records import BLOCKS_ALIKE, ExchangeRecords, unit_calls
+from .half_weights import gather_in_half
 from .unit import Unit, units_of
 
 _OPERATION = "gradients of a sharded model"
@@ -76,6 +78,8 @@ class ShardedModel:
         root.set_reduce_scatter_unused_params(True)
         self._state._lazy_init()  # before any part of the model runs by itself
         self.units = units_of(self._state)
+        if plan.precision == "bf16" and not plan.bf16_parameters and plan.weight_codec == NONE:
+            gather_in_half(model, self.units)
         self._records = ExchangeRecords(here, plan)
         for unit in self.units:
             self._records.watch(unit.group, partial(self._purpose, unit))

@@ -34,6 +34,10 @@ class Unit:
         """How the gradients travel; None: as they are."""
         self.used = [0.0] * len(self.members)
         """By member, whether this rank had a gradient for it since the last exchange."""
+        self.halves: set[int] = set()
+        """Members that are gathered in 16 bits; their gradients become float32 before they are added up."""
+        self.reads: dict[int, torch.Tensor] = {}
+        """Gradients, in float32, of what this pass read of these beside products."""
         self._had: dict[int, bool] = {}
         """Whether a shard had a gradient before the passes since the last exchange, by member."""
         self._signs: dict[int, torch.Tensor] = {}
@@ -65,11 +69,7 @@ class Unit:
     @property
     def trained(self) -> Members:
         """Names and shapes of the parameters that are reduced, in order."""
-        return tuple(
-            (each._param_fqn, tuple(each._orig_size))
-            for each in self.members
-            if hasattr(each, "_unsharded_param") and each._unsharded_param.requires_grad
-        )
+        return tuple((each._param_fqn, tuple(each._orig_size)) for each in self.members if self._trains(each))
 
     def gathered(self) -> list[torch.Tensor]:
         """Return the parameters that modules have while they are gathered."""
@@ -119,7 +119,7 @@ class Unit:
         """Scale the gradients that have just come by this rank's share of the samples."""
         for i, each in enumerate(self.members):
             self._had.setdefault(i, each.sharded_param.grad is not None)
-            gradient = each._unsharded_param.grad if hasattr(each, "_unsharded_param") else None
+            gradient = self._take_half(i) if i in self.halves else self._gradient(each)
             if gradient is None:
                 continue
             if gradient.layout != torch.strided:
@@ -132,6 +132,23 @@ class Unit:
                 gradient.zero_()  # not a product: a placeholder's gradients may be NaN
             elif factor != 1.0:
                 gradient.mul_(factor)
+            if i in self.halves:
+                before = each.unsharded_accumulated_grad
+                each.unsharded_accumulated_grad = gradient if before is None else before.add_(gradient)
+
+    @staticmethod
+    def _gradient(member: Any) -> torch.Tensor | None:
+        return member._unsharded_param.grad if hasattr(member, "_unsharded_param") else None
+
+    def _take_half(self, index: int) -> torch.Tensor | None:
+        """Return the gradient of this pass in float32, and leave none in 16 bits."""
+        gradient, read = self._gradient(self.members[index]), self.reads.pop(index, None)
+        if gradient is None:
+            return read
+        drop_grads([self.members[index]._unsharded_param])
+        if gradient.layout != torch.strided:
+            return gradient
+        return gradient.float() if read is None else read.add_(gradient)
 
     @torch.no_grad()
     def hold(self) -> None:
@@ -162,6 +179,7 @@ class Unit:
 
     def drop_held(self) -> None:
         """Forget what is held."""
+        self.reads.clear()
         for i, each in enumerate(self.members):
             each.unsharded_accumulated_grad = None
             if hasattr(each, "_unsharded_param"):
@@ -178,6 +196,8 @@ class Unit:
     def reduce(self) -> None:
         """End the unit's backward pass as FSDP2 does."""
         self._is_reducing = True
+        if self.group.reduce_grads:
+            self._fill_unused()
         try:
             if not self.group._is_hsdp:
                 self._reduce()
@@ -186,6 +206,17 @@ class Unit:
                 self._reduce()
         finally:
             self._is_reducing = False
+
+    def _fill_unused(self) -> None:
+        """FSDP2 reduces zeros where a parameter has no gradient: of the type that it was gathered in."""
+        for i in self.halves:
+            each = self.members[i]
+            if self._gradient(each) is None and each.unsharded_accumulated_grad is None and self._trains(each):
+                each.unsharded_accumulated_grad = torch.zeros(each._orig_size, device=each.device)
+
+    @staticmethod
+    def _trains(member: Any) -> bool:
+        return hasattr(member, "_unsharded_param") and member._unsharded_param.requires_grad
 
     def reduce_now(self) -> None:
         """Reduce what is held, outside a backward pass."""
