@@ -152,14 +152,14 @@ def test_gradients_and_shards_are_those_of_the_ledger() -> None:
                 assert sent == pytest.approx(sent_by(calls), abs=sum(each.count for each in calls)), f"{keys}"
             continue
         assert log.seen == expected(calls, "reduce_scatter", "all_gather"), f"{keys}"
-    plan = fd.Plan(zero=3)
-    calls = ledger(profile, plan, 2 * size)
-    log, _ = trained(plan, Language, language_step)
-    sizes = Counter(each.sent_bytes for each in log.exchanges)
-    said: Counter[int] = Counter()
-    for each in calls:
-        said[int(collective_work(each.operation, size, each.nbytes).sent_bytes)] += each.count
-    assert sizes == said, f"stage 3: {sizes}, and {said} of {calls}"
+    for plan in (fd.Plan(zero=3), fd.Plan(zero=3, precision="bf16")):
+        calls = ledger(profile, plan, 2 * size)
+        log, _ = trained(plan, Language, language_step)
+        sizes = Counter(each.sent_bytes for each in log.exchanges)
+        said: Counter[int] = Counter()
+        for each in calls:
+            said[int(collective_work(each.operation, size, each.nbytes).sent_bytes)] += each.count
+        assert sizes == said, f"stage 3, {plan.precision}: {sizes}, and {said} of {calls}"
 
 
 class Stack(nn.Module):

@@ -79,7 +79,7 @@ def batch_of(step: int, rank: int) -> torch.Tensor:
 
 def train(
     plan: dict[str, Any], *, held: int = 0, compiles: bool = False, adam: bool = True, frozen: str = ""
-) -> dict[str, Any]:
+) -> dict[str, torch.Tensor]:
     """Return the parameters after some steps; `held`: passes of a step inside `fd.accumulate`."""
     model = Model()
     for name, parameter in model.named_parameters():
@@ -156,7 +156,7 @@ def test_backward_keeps_no_16_bit_copy() -> None:
     def note(*_: Any) -> None:
         types.update({name: each.dtype for name, each in block.named_parameters()})
 
-    block.norm.register_forward_hook(note)
+    block.get_submodule("norm").register_forward_hook(note)
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype == torch.bfloat16:
@@ -218,7 +218,8 @@ def test_micro_batches_share_the_cast_of_a_weight(schedule: str) -> None:
 def test_a_block_that_is_computed_again_leaves_no_casts() -> None:
     """Autocast keeps them until the whole model has run, for weights that are used again."""
     fd.init()
-    for keys, left in ((("blocks.0", "blocks.1"), 2), ("none", 6)):
+    cases: list[tuple[Any, int]] = [(("blocks.0", "blocks.1"), 2), ("none", 6)]
+    for keys, left in cases:
         model = Model(Plain)
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(precision="bf16", recompute=keys))
         with _Casts() as casts:

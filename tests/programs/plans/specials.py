@@ -90,14 +90,16 @@ def _halves(program: PlanProgram, dice: random.Random) -> PlanProgram:
 
 
 def _narrow(program: PlanProgram, dice: random.Random) -> PlanProgram:
-    """Parameters in bfloat16: the bits of one stage are those of another.
+    """Passes, or parameters too, in bfloat16: the bits of one stage are those of another, computed again or not.
 
     What is added up in another order has other bits, so there is no far connection. Open: what a buffer in float32
     widens (`buffer`) is refused by LayerNorm, in torch's words.
     """
+    keys = {"precision": "bf16", "bf16_parameters": dice.choice((True, False))}
+    # A block that runs twice is cast twice where it is computed again: its gradients are added in float32.
+    again = ("none",) if program.twice else ("none", "blocks")
     layouts = [
-        Layout(2, keys={"precision": "bf16", "bf16_parameters": True, "zero": dice.choice((0, 1, 2, 3))})
-        for _ in "ab"
+        Layout(2, keys={**keys, "zero": dice.choice((0, 1, 2, 3)), "recompute": dice.choice(again)}) for _ in "ab"
     ]
     return dataclasses.replace(
         program, kind="bf16", single=True, buffer=False, far=False,

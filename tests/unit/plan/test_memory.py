@@ -17,6 +17,7 @@ from farandole.plan.memory import (
     OptimizerFacts,
     Setting,
     WeightFacts,
+    gathered_in_16_bits,
     memory_of,
 )
 from farandole.plan.memory_advice import RANKS, least_possible, remedies, smallest_of
@@ -127,6 +128,20 @@ def test_with_another_batch_another_moment_is_the_highest() -> None:
     assert kept.saved_bytes == 50 + 3 * 100, "three passes at once share what autocast converted"
     assert kept.peak_bytes == max(150 + 3 * 100, 20 + 3 * 100 + 100)
     assert facts.scaled(0.5, 1.0, 1.0, least_fixed=40).peak_bytes == 20 + 200, "no more than the whole has"
+
+
+def test_stage_3_in_bf16_gathers_the_matrices_of_blocks_in_2_bytes() -> None:
+    """Autocast casts none of them then: they were copies of the whole model."""
+    cast = replace(WEIGHTS, blocks_cast_bytes=60, largest_block_cast_bytes=BLOCK // 2 - 100)
+    whole = ActivationFacts(1000, 80, 1500, (Moment(90, 1410),))
+    again = ActivationFacts(300, 20, BLOCK, (Moment(BLOCK // 2 + 20, BLOCK // 2 - 20),))
+    facts = ModelFacts({"bf16": cast}, {"bf16": ADAM}, {("bf16", "none"): whole, ("bf16", "blocks"): again})
+    before, found = (memory_of(facts, Setting(stage, "bf16", "none", 8)) for stage in "23")
+    assert (before.activations_bytes, found.activations_bytes) == (1000, 1000 - 60)
+    assert found.weights_bytes == 4 * ELEMENTS // 8 + 1000 + OUTSIDE + 2 * (BLOCK // 2 + 100)
+    assert gathered_in_16_bits(facts).activations["bf16", "blocks"].peak_bytes == BLOCK - (BLOCK // 2 - 100)
+    assert gathered_in_16_bits(gathered_in_16_bits(facts)) == gathered_in_16_bits(facts)
+    assert memory_of(facts, Setting("3", "bf16", "none", 1)).activations_bytes == 1000, "nothing is sharded"
 
 
 def test_unknown_activations_are_left_out() -> None:

@@ -31,11 +31,17 @@ def shared_casts(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def dropped_casts(*, always: bool) -> Iterator[None]:
-    """Let no cast that is made inside be kept for others. `always`: False: only where casts are shared."""
+def own_casts() -> Iterator[None]:
+    """Let casts that are made inside end with it, though autocast goes on.
+
+    Where they are shared, none is kept at all, because torch drops all or none: a weight is cast at each use then.
+    """
     before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(before and not (always or _sharing))
+    if _sharing:
+        torch.set_autocast_cache_enabled(False)
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        if not _sharing:
+            torch.clear_autocast_cache()

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.vocabulary.errors import ConfigError
 from ..changed_class import ChangedClass, change_class, make_kin, set_class
 from ..data.batch_norm import StatsGroup, stats_group_of
-from ..precision.shared_casts import dropped_casts
+from ..precision.shared_casts import own_casts
 
 _MOST_BYTES = 1 << 20
 """Larger buffers are constants, such as masks: not copied in each pass, and refused if they change."""
@@ -117,7 +117,7 @@ class _Passes:
         with ExitStack() as stack:
             for group, sums in self._sums.items():
                 stack.enter_context(group.remember(sums))
-            stack.enter_context(dropped_casts(always=True))
+            stack.enter_context(own_casts())
             yield
         self._forget_constants()
 
@@ -151,7 +151,7 @@ class _Passes:
         with ExitStack() as stack:
             for group, sums in self._sums.items():
                 stack.enter_context(group.replay(sums))
-            stack.enter_context(dropped_casts(always=False))
+            stack.enter_context(own_casts())
             try:
                 _write_random(self._random)
                 for (module, name), before in self._before.items():

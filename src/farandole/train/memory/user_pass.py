@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
 from ...parallel.pipeline.micro_batches import as_call
-from ...parallel.precision.shared_casts import dropped_casts
+from ...parallel.precision.shared_casts import own_casts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From what a model returns, and the batch, to a scalar."""
@@ -44,7 +44,7 @@ def recomputed(model: nn.Module, recompute: str) -> Iterator[None]:
 
 
 def _contexts() -> tuple[Any, Any]:
-    return dropped_casts(always=True), contextlib.nullcontext()
+    return own_casts(), own_casts()
 
 
 def weight_type(precision: str) -> torch.dtype | None:
