@@ -109,8 +109,18 @@ def gather_in_half(model: nn.Module, units: Sequence[Unit]) -> None:
 
 @untraced
 def _read_wide(unit: Unit, index: int, half: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        return _gather_wide(unit, index)
     wide: torch.Tensor = _FullRead.apply(half, unit, index)
     return wide
+
+
+@torch.no_grad()
+def _gather_wide(unit: Unit, index: int) -> torch.Tensor:
+    member = unit.members[index]
+    with unit_calls(unit.shards, f"for a read of {member._param_fqn!r}"):
+        whole: torch.Tensor = member.sharded_param.full_tensor()
+    return whole
 
 
 class _FullRead(torch.autograd.Function):
@@ -119,10 +129,7 @@ class _FullRead(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, half: torch.Tensor, unit: Unit, index: int) -> torch.Tensor:
         context.unit, context.index = unit, index
-        member = unit.members[index]
-        with unit_calls(unit.shards, f"for a read of {member._param_fqn!r}"):
-            whole: torch.Tensor = member.sharded_param.detach().full_tensor()
-        return whole
+        return _gather_wide(unit, index)
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> tuple[None, None, None]:
