@@ -178,6 +178,38 @@ def test_backward_keeps_no_16_bit_copy() -> None:
     assert all(each.dtype == torch.float32 for each in model.parameters()), "masters"
 
 
+class Clipping(Plain):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+@ranks(2)
+def test_a_weight_that_forward_changes_in_place_is_refused() -> None:
+    """What it changes is a copy, gathered for the read."""
+    fd.init()
+    model = Model(Clipping)
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(precision="bf16", zero=3))
+    with pytest.raises(fd.ConfigError, match=r"changes 'blocks.0.up.weight'.* in place"):
+        model(batch_of(0, fd.world().rank))
+
+
+@ranks(2)
+def test_tensors_that_stand_for_a_weight_are_read_as_they_are() -> None:
+    fd.init()
+    model = Model(Plain)
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(precision="bf16", zero=3))
+    layer: Any = model.blocks[0].get_submodule("up")
+    other = torch.ones(layer.weight.shape, dtype=torch.bfloat16)
+    with torch.no_grad():
+        found = torch.func.functional_call(layer, {"weight": other, "bias": other[:, 0]}, (other[:1],))
+    assert torch.equal(found, torch.full_like(found, WIDTH + 1))
+    assert not hasattr(layer, "in_proj_weight")
+    del layer.weight
+    assert not hasattr(layer, "weight")
+
+
 class _Casts(TorchDispatchMode):
     """Notes casts of the blocks' matrices to bfloat16."""
 

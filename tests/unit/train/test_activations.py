@@ -107,11 +107,11 @@ def test_temporaries_are_divided_as_the_model_is(language: ModelProfile, recompu
     converted = language.memory.activations["bf16", recompute].highest[1].fixed_bytes
     assert converted > 0.4 * whole, "of one sample they are much of it"
     for stages in (2, 4):
-        # The block that is computed again is one on each stage.
-        most = 1.3 / stages if recompute == "none" else 0.7
+        # The block that is computed again is one on each stage, with its converted weights.
+        least, most = (0, 1.3 / stages) if recompute == "none" else (0.9 * converted, 1.0)
         keys = {"pipeline": stages, "micro_batches": 1}
         for divided in held(language, 1, precision="bf16", recompute=recompute, **keys):
-            assert passes_bytes(divided) < most * whole
+            assert least < passes_bytes(divided) < most * whole
 
 
 def test_micro_batches_that_are_kept_share_their_converted_weights(language: ModelProfile) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...core.step_model.row_regions import disk_state_bytes
+from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import Candidate
 from ..memory import (
     ActivationFacts,
@@ -222,10 +223,10 @@ def _known(profile: ModelProfile, layout: RunLayout, setting: Setting) -> ModelF
             round(whole * bytes_of_one), 0, round((whole + max(again, default=0.0)) * bytes_of_one)
         )
     weights = facts.weights[setting.precision]
-    if not layout.gathers_in_16_bits:
+    if layout.plan.zero == MOST_ZERO and not layout.gathers_in_16_bits:  # `memory_of` is told no codec
         weights = replace(weights, blocks_cast_bytes=0, largest_block_cast_bytes=0)
     known = ModelFacts({setting.precision: weights}, facts.optimizer, {(setting.precision, recompute): found})
-    return gathered_in_16_bits(known)
+    return gathered_in_16_bits(known) if layout.gathers_in_16_bits else known
 
 
 def _shares_of_names(

@@ -57,6 +57,8 @@ class HalfWeights(ChangedClass):
 
 def _weight(name: str) -> property:
     def read(layer: HalfWeights) -> torch.Tensor | None:
+        if name not in layer._parameters:
+            raise AttributeError(f"{type(layer).__name__!r} object has no attribute {name!r}")
         value = layer._parameters[name]
         if value is None or value.dtype != _HALF or _computes_in_half(value.device.type):
             return value
@@ -109,9 +111,11 @@ def gather_in_half(model: nn.Module, units: Sequence[Unit]) -> None:
 
 @untraced
 def _read_wide(unit: Unit, index: int, half: torch.Tensor) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return _gather_wide(unit, index)
-    wide: torch.Tensor = _FullRead.apply(half, unit, index)
+    if half is not unit.members[index]._unsharded_param:
+        return half  # another tensor stands for it, as with torch.func.functional_call
+    wide = _FullRead.apply(half, unit, index) if torch.is_grad_enabled() else _gather_wide(unit, index)
+    if unit.watches_reads and not wide.is_inference():
+        unit.copies.append((index, wide, wide._version))
     return wide
 
 

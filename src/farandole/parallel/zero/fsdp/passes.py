@@ -311,6 +311,8 @@ class ShardedModel:
                 unit.forget_gathered()
         if not torch.is_grad_enabled():
             model.reshard()
+            for unit in self.units:
+                unit.copies.clear()
         elif not self.exchanges_done and self.units:
             self._first_forward_ends()
 

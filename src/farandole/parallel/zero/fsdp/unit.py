@@ -38,6 +38,9 @@ class Unit:
         """Members that are gathered in 16 bits; their gradients become float32 before they are added up."""
         self.reads: dict[int, torch.Tensor] = {}
         """Gradients, in float32, of what this pass read of these beside products."""
+        self.watches_reads = True
+        self.copies: list[tuple[int, torch.Tensor, int]] = []
+        """What the first forward pass read so, and how often it had been changed: no shard would see that."""
         self._had: dict[int, bool] = {}
         """Whether a shard had a gradient before the passes since the last exchange, by member."""
         self._signs: dict[int, torch.Tensor] = {}
@@ -77,11 +80,15 @@ class Unit:
 
     def changed_in_place(self) -> list[str]:
         """Return the names of parameters that were changed while they were gathered, which no shard sees."""
-        return [
+        gathered = [(i, self.members[i]._unsharded_param, version) for i, version in self._versions.items()]
+        names = [
             self.members[i]._param_fqn
-            for i, version in self._versions.items()
-            if self.members[i]._unsharded_param._version != version
+            for i, each, version in (*gathered, *self.copies)
+            if each._version != version
         ]
+        self.watches_reads = False
+        self.copies.clear()
+        return list(dict.fromkeys(names))
 
     def forget_gathered(self) -> None:
         """Drop parameters that are on their way, and that no module has waited for."""
