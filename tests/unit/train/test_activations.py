@@ -108,7 +108,7 @@ def test_temporaries_are_divided_as_the_model_is(language: ModelProfile, recompu
     assert converted > 0.4 * whole, "of one sample they are much of it"
     for stages in (2, 4):
         # The block that is computed again is one on each stage, with its converted weights.
-        least, most = (0, 1.3 / stages) if recompute == "none" else (0.9 * converted, 1.0)
+        least, most = (0, 1.3 / stages) if recompute == "none" else (0.9 * converted, 1.05)
         keys = {"pipeline": stages, "micro_batches": 1}
         for divided in held(language, 1, precision="bf16", recompute=recompute, **keys):
             assert least < passes_bytes(divided) < most * whole
