@@ -114,6 +114,15 @@ def test_temporaries_are_divided_as_the_model_is(language: ModelProfile, recompu
             assert least < passes_bytes(divided) < most * whole
 
 
+def test_at_stage_3_nothing_is_gathered_where_no_rank_has_the_same_parameters(language: ModelProfile) -> None:
+    """So autocast converts the weights of blocks there, as at any stage."""
+    keys = {"precision": "bf16", "pipeline": 8, "micro_batches": 8}
+    assert held(language, 1, zero=3, **keys) == held(language, 1, **keys)
+    shared = {**keys, "pipeline": 4}
+    one, other = held(language, 1, zero=3, **shared)[0], held(language, 1, **shared)[0]
+    assert passes_bytes(one) < 0.7 * passes_bytes(other)
+
+
 def test_micro_batches_that_are_kept_share_their_converted_weights(language: ModelProfile) -> None:
     """`fd.step` casts a weight once a step, for all of them."""
     whole = language.memory.activations["bf16", "none"]

@@ -146,6 +146,21 @@ def test_tied_and_frozen_parameters_and_buffers() -> None:
     assert weights.buffer_bytes == norm + 8, "two running statistics, and a count in int64"
 
 
+def test_what_autocast_casts_of_blocks_is_their_matrices_that_are_not_stored_in_few_bits() -> None:
+    answer = probe(Question(transformer, precisions=["bf16"], recompute=["none"], lighter=[("bf16", "none")]))
+    matrices = sum(
+        each.weight.numel()
+        for _, block in repeated_blocks(transformer())
+        for each in block.modules()
+        if isinstance(each, nn.Linear)
+    )
+    weights, lighter = answer.facts.weights["bf16"], answer.facts.lighter
+    assert weights.blocks_cast_bytes == 2 * matrices
+    assert weights.largest_block_cast_bytes == 2 * matrices / 3
+    assert lighter["adapters"].weights["bf16"].blocks_cast_bytes >= 2 * matrices
+    assert lighter["adapters, int8"].weights["bf16"].blocks_cast_bytes < 0.5 * matrices
+
+
 def test_a_model_that_reads_values_gets_an_estimate_without_activations() -> None:
     class Reads(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

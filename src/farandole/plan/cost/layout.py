@@ -136,7 +136,7 @@ class RunLayout:
         """Whether stage 3 gathers the matrices of blocks in 2 bytes an element."""
         plan = self.plan
         is_cast = plan.precision == "bf16" and not plan.bf16_parameters
-        return plan.zero == MOST_ZERO and is_cast and plan.weight_codec == NONE
+        return plan.zero == MOST_ZERO and self.replicas > 1 and is_cast and plan.weight_codec == NONE
 
     @property
     def stage(self) -> str:

@@ -16,6 +16,7 @@ from ...parallel.blocks import repeated_blocks
 from ...parallel.frozen.adapters import adaptable, low_rank_adapters
 from ...parallel.frozen.block_codes import FORMS
 from ...parallel.frozen.encode_model import encode_weights, frozen_weights, stored_tensors
+from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.precision.products import product_weights
 from ...plan.memory import (
     ADAPTER_RANK,
@@ -112,8 +113,8 @@ def weight_facts(model: nn.Module) -> WeightFacts:
     trainable = [each for each in parameters if each.requires_grad]
     blocks = [list(block.parameters()) for _, block in repeated_blocks(model)]
     inside = {id(each) for block in blocks for each in block}
-    products = product_weights(model)
-    cast = [sum(2 * each.numel() for each in block if each in products) for block in blocks]
+    products = {id(each) for each in product_weights(model) if not isinstance(each, FrozenWeight)}
+    cast = [sum(2 * each.numel() for each in block if id(each) in products) for block in blocks]
     return WeightFacts(
         weight_bytes=_bytes(stored_tensors(parameters)),
         buffer_bytes=_bytes(list(model.buffers())),

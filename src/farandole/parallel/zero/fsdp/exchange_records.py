@@ -32,8 +32,8 @@ from ....core.vocabulary.errors import Mismatch
 from ....core.vocabulary.spec import MOST_ZERO, Plan
 
 BLOCKS_ALIKE = (
-    "run the same blocks in the same order on all ranks: draw what is skipped from a generator with the same seed "
-    "on all of them, or call the block and multiply its output by zero"
+    "run the same blocks in the same order on all ranks, and read their weights on all of them: draw what is "
+    "skipped from a generator with the same seed on all of them, or call the block and multiply its output by zero"
 )
 
 
