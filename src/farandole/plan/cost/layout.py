@@ -134,9 +134,8 @@ class RunLayout:
     @property
     def gathers_in_16_bits(self) -> bool:
         """Whether stage 3 gathers the matrices of blocks in 2 bytes an element."""
-        plan = self.plan
-        is_cast = plan.precision == "bf16" and not plan.bf16_parameters
-        return plan.zero == MOST_ZERO and self.replicas > 1 and is_cast and plan.weight_codec == NONE
+        is_wide = self.plan.precision != "bf16" or self.plan.bf16_parameters or self.plan.weight_codec != NONE
+        return self.plan.zero == MOST_ZERO and self.replicas > 1 and not is_wide
 
     @property
     def stage(self) -> str:
