@@ -409,13 +409,14 @@ def test_what_a_block_keeps_for_the_loss_is_proven_too() -> None:
 @ranks(2)
 def test_statistics_over_tokens_are_refused_where_tokens_are_divided() -> None:
     fd.init()
-    model = Text()
-    vars(model.blocks[1])["_modules"]["statistics"] = nn.BatchNorm1d(WIDTH)
-    with pytest.raises(fd.PlanError, match=r"blocks.1.statistics takes statistics over all tokens"):
-        fd.distribute(
-            model, torch.optim.SGD(model.parameters(), 0.1),
-            fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True),
-        )  # fmt: skip
+    for norm in (nn.BatchNorm1d(WIDTH), nn.InstanceNorm1d(WIDTH, track_running_stats=True)):
+        model = Text()
+        vars(model.blocks[1])["_modules"]["statistics"] = norm
+        with pytest.raises(fd.PlanError, match=r"blocks.1.statistics takes statistics over all tokens"):
+            fd.distribute(
+                model, torch.optim.SGD(model.parameters(), 0.1),
+                fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True),
+            )  # fmt: skip
 
 
 class Experts(nn.Module):

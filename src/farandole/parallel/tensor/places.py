@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from ...core.vocabulary.errors import PlanError
 from ..blocks import repeated_blocks
@@ -60,7 +60,7 @@ def find_places(
 def _refuse_statistics(model: nn.Module, block: str) -> None:
     """Raise `PlanError` for statistics over tokens, of which a rank has some: a proof in evaluation sees none."""
     for name, module in model.get_submodule(block).named_modules():
-        if isinstance(module, _BatchNorm):
+        if isinstance(module, _NormBase) and module.track_running_stats:
             raise PlanError(
                 f"plan: sequence_parallel = true, but {block}.{name} takes statistics over all tokens, of which a "
                 "rank has some",
