@@ -133,6 +133,15 @@ def gpt2() -> nn.Module:
     return model
 
 
+def neox() -> nn.Module:
+    """Return a small GPT-NeoX: one layer holds queries, keys and values, and attention reads its input's shape."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model: nn.Module = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=WORDS, **sizes))
+    return model
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "adam": lambda parameters: torch.optim.Adam(parameters, 1e-3, eps=1e-5),

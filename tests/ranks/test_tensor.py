@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 import farandole as fd
@@ -20,6 +21,7 @@ from farandole.parallel.split import split_of
 from farandole.parallel.tensor.apply_tensor import proofs_of
 from farandole.parallel.tensor.cut import check_cuts
 from farandole.parallel.tensor.layers.lazy import LazyWhole
+from farandole.parallel.tensor.layers.regions import begin_region_of_tokens, linear_of
 from farandole.parallel.tensor.proof import Proofs
 from farandole.parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
 from farandole.train.verify.verify import fingerprint
@@ -28,6 +30,7 @@ from tests.ranks.tensor_models import (
     NAMED,
     WIDTH,
     WORDS,
+    Attention,
     Block,
     Encoder,
     Language,
@@ -37,6 +40,7 @@ from tests.ranks.tensor_models import (
     gpt2,
     llama,
     loss_of,
+    neox,
     qwen,
     train,
 )
@@ -93,7 +97,7 @@ def test_models_that_are_recognised_need_no_recipe() -> None:
 @takes(60)
 def test_models_of_transformers_with_divided_tokens() -> None:
     size = fd.init().size
-    for name, make in (("llama", llama), ("gpt2", gpt2)):
+    for name, make in (("llama", llama), ("gpt2", gpt2), ("neox", neox)):
         model = compare(make, "sgd", fd.Plan(tensor=size, sequence_parallel=True), name)
         proofs = proofs_of(model)
         assert proofs is not None, f"{name}: no proofs"
@@ -119,6 +123,81 @@ def test_activations_are_freed_after_their_step() -> None:
         kept = [tuple(tensor.shape) for ref in seen if (tensor := ref()) is not None]
         assert len(seen) > 5, "no activations were seen"
         assert not kept, f"by tokens {by_tokens}: {len(kept)} of {len(seen)} activations are kept: {kept}"
+
+
+@ranks(2)
+@takes(60)
+def test_all_tokens_are_gathered_again_and_not_kept() -> None:
+    """Korthikanti et al. 2022, section 4.2.2: between the passes a rank keeps its tokens alone."""
+    fd.init()
+    ways: list[dict[str, Any]] = [{}, {"precision": "bf16"}, {"recompute": "blocks"}]
+    for keys in ways:
+        torch.manual_seed(1)
+        model = Language()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        fd.distribute(model, optimizer, fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True, **keys))
+        loss_of(model, 0).backward()  # the proof
+        seen: list[StorageWeakRef] = []
+
+        def note(_: Any, inputs: Any, seen: list[StorageWeakRef] = seen) -> None:
+            seen.append(StorageWeakRef(inputs[0].untyped_storage()))
+
+        for block in model.blocks:
+            assert isinstance(block, Block), f"{type(block)}"
+            for module in (block.attention.q_proj, block.attention.k_proj):
+                module.register_forward_pre_hook(note)
+        loss = loss_of(model, 0)
+        assert len(seen) == 4, f"{len(seen)} inputs"
+        kept = [not each.expired() for each in seen]
+        assert not any(kept), f"{keys}: all tokens are kept: {kept}"
+        loss.backward()
+
+
+@ranks(2)
+def test_gathered_tokens_that_change_are_right_or_refused() -> None:
+    """What autograd sees of tensors that it keeps itself."""
+    fd.init()
+    proofs = proofs_of(apply(Language(), tensor_recipe=NAMED))
+    assert proofs is not None, "no proofs"
+    ranks = proofs.ranks
+    torch.manual_seed(3)
+    whole = torch.randn(2, 4, 3, dtype=torch.float64)
+    weights = [torch.randn(5, 3, dtype=torch.float64) for _ in range(2)]
+
+    def run(change: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        x = whole.chunk(2, 1)[ranks.rank].clone().requires_grad_(True)
+        local = x * 1.0
+        copies = [each.clone().requires_grad_(True) for each in weights]
+        given = begin_region_of_tokens(local, ranks, "layer")
+        if change == "before":
+            given.mul_(2)
+        loss = sum((linear_of(given, each, None).square().sum() for each in copies), torch.zeros(()))
+        if change == "own":
+            local.mul_(2)
+        if change == "weight":
+            with torch.no_grad():
+                copies[0].add_(1)
+        return loss, copies
+
+    reference = [each.clone().requires_grad_(True) for each in weights]
+    for change, factor in (("", 1.0), ("before", 2.0)):
+        loss, copies = run(change)
+        loss.backward(retain_graph=True)
+        expected = sum(functional.linear(factor * whole, each).square().sum() for each in reference)
+        assert isinstance(expected, torch.Tensor), "a sum of tensors"
+        gradients = torch.autograd.grad(expected, reference)
+        for passes in (1, 2):
+            for one, other in zip(copies, gradients, strict=True):
+                assert one.grad is not None, f"{change!r}: no gradient"
+                assert torch.allclose(one.grad, passes * other, rtol=1e-10), (
+                    f"{change!r}: {passes} backward passes"
+                )
+            if passes == 1:
+                loss.backward()
+    for change in ("own", "weight"):
+        loss, _ = run(change)
+        with pytest.raises(RuntimeError, match="modified by an inplace"):
+            loss.backward()
 
 
 @ranks(4)
@@ -176,10 +255,11 @@ def test_collectives_are_those_of_the_formula() -> None:
             assert dict(calls) == {"all_reduce": 12}, f"{calls}"
             assert dict(nbytes) == {"all_reduce": 12 * whole}, f"{nbytes} of activations of {whole}"
             continue
-        # Each sum becomes a gathering and a scattered sum; and the output is gathered, as is the input's gradient.
-        assert calls["all_gather"] == 12 + 2, f"{calls}"
+        # Each sum becomes a gathering and a scattered sum, and what was gathered forward is gathered again for the
+        # weights' gradients; and the output is gathered, as is the input's gradient.
+        assert calls["all_gather"] == 12 + 6 + 2, f"{calls}"
         assert calls["reduce_scatter"] == 12, f"{calls}"
-        assert nbytes["all_gather"] == 14 * whole, f"{nbytes}"
+        assert nbytes["all_gather"] == 20 * whole, f"{nbytes}"
         assert nbytes["reduce_scatter"] == 12 * whole, f"{nbytes}"
         # Two norms, and biases of two layers by rows, whose tokens are divided: a sum for each, with a mark.
         assert calls["all_reduce"] == 3 * 4, f"{calls}"
@@ -279,6 +359,47 @@ def test_dropout_is_the_same_outside_of_regions_and_differs_inside() -> None:
         assert (said[0][0]["outside"] == said[1][0]["outside"]) == (not by_tokens), (
             f"by tokens {by_tokens}: {said}"
         )
+
+
+class _OfSamples(nn.Module):
+    """Leaves a branch out in some samples (Huang et al. 2016, "Deep Networks with Stochastic Depth")."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * x.new_empty(len(x), 1, 1).bernoulli_(0.5) if self.training else x
+
+
+class _OfInput(Attention):
+    """Drops elements of what its layers by columns get."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(functional.dropout(x, 0.5, self.training))
+
+
+@ranks(2)
+@takes(30)
+@pytest.mark.parametrize("kind", ["samples", "input", "neither"])
+def test_what_all_ranks_must_draw_alike_is_refused_where_each_draws_its_own(kind: str) -> None:
+    """Where tokens are divided the whole block is a region: see [Note: seeds of a region]."""
+    fd.init()
+    torch.manual_seed(1)
+    for by_tokens in (False, True):
+        model = Language(dropout=0.5)
+        for block in model.blocks:
+            assert isinstance(block, Block), f"{type(block)}"
+            if kind == "samples":
+                block.dropout = nn.Sequential(_OfSamples(), nn.Dropout(0.5))  # type: ignore[assignment]
+            elif kind == "input":
+                block.attention = _OfInput()
+        apply(model, tensor_recipe=NAMED, sequence_parallel=by_tokens)
+        before = torch.get_rng_state()
+        if by_tokens and kind != "neither":
+            with pytest.raises(
+                fd.PlanError, match=r"draws random numbers of shape \[.*\], which all ranks need alike"
+            ):
+                loss_of(model, 0)
+            assert torch.equal(torch.get_rng_state(), before), "the proof draws of the loop's numbers"
+        else:
+            loss_of(model, 0).backward()
 
 
 @ranks(2)

@@ -113,6 +113,7 @@ def test_tensor_facts_are_those_of_the_recipe() -> None:
     assert 0 < facts.saved_bytes < block.saved_bytes, "inputs of divided layers are whole"
     assert (facts.forward_sums, facts.backward_sums) == (2, 2), "attention, and the two linear layers"
     assert facts.sum_bytes == 4 * TOKENS * 64, "one activation"
+    assert facts.tokens == TOKENS, "all that mixes tokens is divided"
     attention = block.attention
     assert attention is not None, "attention inside of nn.MultiheadAttention is seen"
     assert (attention.heads, attention.key_value_heads, attention.sequence) == (4, 4, TOKENS), "of the layer"
@@ -120,6 +121,47 @@ def test_tensor_facts_are_those_of_the_recipe() -> None:
     assert (attention.query_bytes, attention.key_value_bytes) == (one, 2 * one), "of a sample"
     assert attention.saved_bytes > 0, "what grows with the sequence"
     assert not attention.has_dropout, "its dropout is 0"
+
+
+class _Wrapped(nn.Module):
+    """torch's layer, and what a block of others may have beside it."""
+
+    def __init__(self, more: nn.Module | None = None, *, batch_first: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=batch_first)
+        self.more = more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        return x if self.more is None else x + self.more(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens"),
+    [
+        (_Wrapped, TOKENS),
+        (lambda: _Wrapped(nn.Identity()), TOKENS),
+        (lambda: _Wrapped(batch_first=False), 0),
+        (lambda: _Wrapped(nn.Conv1d(64, 64, 3, padding=1)), 0),
+        (lambda: _Wrapped(nn.Linear(TOKENS, TOKENS, bias=False)), 0),
+        (lambda: _Wrapped(nn.BatchNorm1d(64)), 0),
+        (lambda: _Wrapped(nn.InstanceNorm1d(64, affine=True)), 0),
+    ],
+    ids=["alone", "identity", "tokens first", "convolution", "over tokens", "batch norm", "instance norm"],
+)
+def test_tokens_may_be_divided_where_nothing_whole_mixes_them(make: Any, tokens: int) -> None:
+    """What a whole layer does with tokens is not known, and statistics need all of them."""
+    profile = analyse(
+        lambda: nn.Sequential(*(make() for _ in range(4))), lambda: torch.zeros(2, TOKENS, 64), loss=_sum
+    )  # fmt: skip
+    facts = profile.units[0].tensor
+    assert profile.units[0].is_block, f"{profile.units}"
+    assert facts is not None, "torch's layer has a recipe"
+    assert facts.tokens == tokens, f"{facts}"
+
+
+def _sum(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return output.sum()
 
 
 class _Dropped(nn.Module):
@@ -417,6 +459,7 @@ def test_a_llama_of_seven_billion_is_analysed_without_memory() -> None:
     assert (block.kind, block.count, block.parameters) == ("LlamaDecoderLayer", 32, 202_383_360), f"{block.name}"
     assert block.tensor is not None, "transformers says how it is divided"
     assert (block.tensor.divides, block.tensor.forward_sums, block.tensor.backward_sums) == (32, 2, 2), "heads"
+    assert block.tensor.tokens == 128, "norms and residuals may have some of the tokens"
     assert block.forward_flops == 2 * 128 * (202_383_360 - 2 * 4096) + 4 * 128**2 * 4096, "products and attention"
     assert profile.can_be_cut == "", "a pipeline cuts it"
     mapping = profile_to_mapping(profile)

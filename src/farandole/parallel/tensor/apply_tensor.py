@@ -93,7 +93,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     divide_attributes(model, recipe, ranks.size)
     _turn_off_fused_paths(model)
     install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
-    proofs = _proofs[model] = Proofs(ranks, weakref.ref(model))
+    proofs = _proofs[model] = Proofs(ranks, weakref.ref(model), cuts.seed)
     inside = tuple(f"{block}." for block in places.blocks)
     for name in [*places.blocks, *units.layers]:
         if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):

@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...core.vocabulary.errors import PlanError
 from ..blocks import repeated_blocks
+from ..changed_class import features_of
 from .cut import LayerPlace
 from .layers.region_seed import RegionSeed, has_dropout
 from .recipe.recipe import TensorRecipe, parents
@@ -48,7 +49,7 @@ def find_places(
             _refuse_statistics(model, block)
             places.blocks.append(block)
         for layers in inside.values():
-            _divide_tokens(places, recipe, block, layers)
+            _divide_tokens(places, recipe, model, block, layers)
     if not places.blocks:
         raise PlanError(
             "plan: sequence_parallel = true, but no repeated block of this model has a split layer",
@@ -68,14 +69,19 @@ def _refuse_statistics(model: nn.Module, block: str) -> None:
             )
 
 
-def _divide_tokens(places: Places, recipe: TensorRecipe, block: str, layers: list[str]) -> None:
-    columns = [name for name in layers if recipe.parts[name].kind == "columns"]
+def _divide_tokens(places: Places, recipe: TensorRecipe, model: nn.Module, block: str, layers: list[str]) -> None:
+    columns, rows = ([name for name in layers if recipe.parts[name].kind == kind] for kind in ("columns", "rows"))
     entry = _common(columns, block)
-    if entry and len(columns) > 1:
+    if len(columns) == 1:
+        # Queries, keys and values in one layer, whose module in transformers reads the shape of its input.
+        given = features_of(model.get_submodule(columns[0]))[1] if rows else 0
+        is_fused = rows and given > features_of(model.get_submodule(rows[0]))[0]
+        entry = entry if is_fused and recipe.parts[columns[0]].source == "transformers" else None
+    if entry:
         places.entries.append(entry)
     for name in layers:
         # The whole block is one region of seeds, because its norms and dropout have this rank's tokens.
-        begins = "before" if entry and len(columns) > 1 and name in columns else "tokens"
+        begins = "before" if entry and name in columns else "tokens"
         places.of[name] = LayerPlace(gathers=places.of[name].gathers, begins=begins, by_tokens=True)  # type: ignore[arg-type]
 
 

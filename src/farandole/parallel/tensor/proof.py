@@ -15,6 +15,7 @@ import hashlib
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..split import Split, split_of
 from .clone import OwnHook, clone, detached, first_samples, varied
 from .layers.lazy import LazyWhole
 from .layers.ranks import DEGREE, TensorRanks
+from .layers.region_seed import RegionSeed, undivided_draw
 from .layers.split_layers import inside
 from .partial_gradients import Entrance, Entrants, kinds_of_gradients
 from .sequence import EnterBlock
@@ -50,6 +52,7 @@ class Proofs:
 
     ranks: TensorRanks
     model: weakref.ref[nn.Module]
+    seed: RegionSeed
     proven: dict[str, Entrants] = field(default_factory=dict)
     """Kinds of units that were proven, and which of their whole parameters do not enter as they are."""
     names: list[str] = field(default_factory=list)
@@ -116,6 +119,9 @@ class Proofs:
             problems.append("runs in another way on another rank of its group")
         if not problems:
             problem = _difference_of_whole(expected, found, split, entrants, ranks)
+            with torch.autocast(device, enabled=False):
+                runs = [partial(_run, each.train(), *few) for each in (plain.module, split)]
+                problem = undivided_draw(self.seed, *runs) or problem
             said = all_gather_json(ranks.part, f"gradients of {name}", problem)
             problems = [each for each in said if each]
         if problems:

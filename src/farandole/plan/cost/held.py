@@ -26,7 +26,7 @@ from .buckets import StageGradients, stage_gradients
 from .layout import RunLayout
 from .rates import Spent
 from .stages import StageUnits, cut, kept_micro_batches, stage_owners
-from .units import UnitPass, divides, is_block, is_recomputed, share_of
+from .units import UnitPass, activation_share, divides, is_block, is_recomputed, share_of
 
 _RESIDUAL_BYTES = 8
 """Bytes of an element with a codec: what was not sent, now and before the last step."""
@@ -132,14 +132,9 @@ class RoughRank:
 def saved_bytes(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: bool) -> float:
     """Return what a unit keeps of one sample until backward, in fp32; recomputed ones keep their input."""
     if is_recomputed(unit, profile, layout):
-        return unit.output_bytes * (share_of(unit, layout, 0.0, unit.output_bytes) if divided else 1.0)
-    return _whole_bytes(unit, layout) if divided else unit.saved_bytes
-
-
-def _whole_bytes(unit: ModelUnit, layout: RunLayout) -> float:
-    """Return what a rank has of what a unit keeps, and of what it has while it is computed again."""
-    part = unit.tensor.saved_bytes if unit.tensor else 0.0
-    return unit.saved_bytes * share_of(unit, layout, part, unit.saved_bytes)
+        whole = unit.output_bytes
+        return whole * (share_of(unit, profile, layout, divided=0.0, whole=whole) if divided else 1.0)
+    return unit.saved_bytes * (activation_share(unit, profile, layout) if divided else 1.0)
 
 
 def _of_rank(
@@ -262,7 +257,9 @@ def _part(
     largest_here = max((each.parameters for each, _ in units if is_block(each, profile)), default=0)
     share = mine / whole if whole else 1.0 / layout.degrees.pipeline
     widest = max((each.saved_bytes for each in profile.units), default=0.0)
-    widest_here = max((_whole_bytes(each, layout) for each, _ in units), default=0.0)
+    widest_here = max(
+        (each.saved_bytes * activation_share(each, profile, layout) for each, _ in units), default=0.0
+    )
     return RankPart(
         parameters=shared / elements,
         outside_blocks=split * outside_here / outside if outside else 0.0,

@@ -93,20 +93,43 @@ def divides(unit: ModelUnit, layout: RunLayout) -> TensorFacts | None:
     return unit.tensor
 
 
-def share_of(unit: ModelUnit, layout: RunLayout, divided: float, whole: float) -> float:
-    """Return what a rank has of `whole`, of which tensor parallel divides `divided`, and context all of it."""
+def share_of(
+    unit: ModelUnit,
+    profile: ModelProfile,
+    layout: RunLayout,
+    *,
+    divided: float,
+    whole: float,
+    gathered: float = 0.0,
+) -> float:
+    """Return what a rank has of `whole`, of which tensor parallel divides `divided`, and context all of it.
+
+    `gathered`: what of the rest a rank has whole even if tokens are divided.
+    """
     share = 1.0 / layout.degrees.context
     if divides(unit, layout) is None or not whole:
         return share
-    if layout.plan.sequence_parallel:
-        return share / layout.degrees.tensor
-    part = min(1.0, divided / whole)
-    return share * (1.0 - part + part / layout.degrees.tensor)
+    alone = max(0.0, 1.0 - divided / whole)
+    if layout.plan.sequence_parallel and is_block(unit, profile):
+        alone = min(alone, gathered / whole)
+    return share * (alone + (1.0 - alone) / layout.degrees.tensor)
+
+
+def activation_share(unit: ModelUnit, profile: ModelProfile, layout: RunLayout) -> float:
+    """Return what a rank has of what a unit keeps until backward; of one that is computed again, in that time.
+
+    The second pass of a block keeps the tokens that were gathered for its layers by columns.
+    """
+    facts, whole = unit.tensor, unit.saved_bytes
+    if facts is None:
+        return share_of(unit, profile, layout, divided=0.0, whole=whole)
+    gathered = facts.backward_sums * facts.sum_bytes if is_recomputed(unit, profile, layout) else 0.0
+    return share_of(unit, profile, layout, divided=facts.saved_bytes, whole=whole, gathered=gathered)
 
 
 def pass_of(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates: Rates) -> UnitPass:
     """Return a pass of one unit."""
-    forward, backward = _computing(unit, layout, rates)
+    forward, backward = _computing(unit, profile, layout, rates)
     again = is_recomputed(unit, profile, layout)
     made = UnitPass(forward, backward, _weight_share(unit), forward.times(1.0) if again else Spent())
     _add_tensor(made, unit, profile, layout, rates, again=again)
@@ -116,9 +139,9 @@ def pass_of(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates: Ra
     return made
 
 
-def _computing(unit: ModelUnit, layout: RunLayout, rates: Rates) -> tuple[Spent, Spent]:
-    facts, samples = unit.tensor, layout.samples
-    flops_share = share_of(unit, layout, facts.flops if facts else 0.0, unit.forward_flops)
+def _computing(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates: Rates) -> tuple[Spent, Spent]:
+    divided, samples = unit.tensor.flops if unit.tensor else 0.0, layout.samples
+    flops_share = share_of(unit, profile, layout, divided=divided, whole=unit.forward_flops)
     times = unit.times
     if times is not None:
         passes = []
@@ -132,8 +155,7 @@ def _computing(unit: ModelUnit, layout: RunLayout, rates: Rates) -> tuple[Spent,
             spread = {"value": 0.0, "best": -times.spread, "worst": times.spread}[rates.case]
             passes.append(rates.measured(seconds * (1.0 + spread)))
         return passes[0], passes[1]
-    moved_share = share_of(unit, layout, facts.saved_bytes if facts else 0.0, unit.saved_bytes)
-    moved = unit.moved_bytes * samples * moved_share * layout.width
+    moved = unit.moved_bytes * samples * activation_share(unit, profile, layout) * layout.width
     own = (sum(each.nbytes for each in unit.gradients) + unit.frozen_bytes) * layout.gradient_width
     own /= layout.degrees.tensor if divides(unit, layout) is not None else 1
     precision, is_cast = layout.plan.precision, layout.plan.precision != "fp32" and layout.gradient_width == 1.0
@@ -198,6 +220,8 @@ def _add_tensor(
         forward = [("all_gather", begins, facts.backward_sums), ("reduce_scatter", ends, facts.forward_sums)]
         backward = [("all_gather", ends, facts.forward_sums), ("reduce_scatter", begins, facts.backward_sums)]
         more = [("all_gather", begins, facts.backward_sums), ("reduce_scatter", ends, repeated)]
+        if not again:  # what the second pass would gather for the gradients of weights is gathered for them
+            backward.append(("all_gather", ends, facts.backward_sums))
         # Gradients of what is whole, and saw some of the tokens: norms, and biases that are added after a sum.
         # Those of one module are one sum.
         sums: dict[str, int] = {}

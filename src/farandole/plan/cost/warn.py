@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from ...core.cluster.coefficient import Coefficient
+from ..model.division import may_divide_tokens, of_tokens
 from .rates import Rates
 from .step import PlacedModel
 from .units import divides
@@ -22,6 +23,16 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
     ]  # fmt: skip
     if whole:
         yield f"tensor = {layout.degrees.tensor} leaves {_names(whole)} whole on every rank: they have no recipe"
+    if layout.plan.sequence_parallel:
+        ranks = layout.degrees.tensor * layout.degrees.context
+        yield (
+            f"sequence_parallel is proven at the first step, and needs batches whose tokens {ranks} divides: pad "
+            "others to a multiple, or --fix sequence_parallel=false"
+        )
+    elif layout.degrees.tensor > 1 and may_divide_tokens(profile):
+        reason = of_tokens(profile, layout.degrees.tensor, layout.degrees.context)
+        if reason:
+            yield reason
     outside = []
     for unit in profile.units:
         sizes = unit.times.samples if unit.times is not None else ()

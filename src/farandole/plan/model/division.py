@@ -55,6 +55,23 @@ def of_sequences(profile: ModelProfile, degree: int, tensor: int, kind: str) -> 
     return ""
 
 
+def may_divide_tokens(profile: ModelProfile) -> bool:
+    """Return whether tokens may be divided outside of divided layers: see `TensorFacts.tokens`."""
+    found = [unit.tensor.tokens for unit in profile.units if unit.tensor and unit.is_block]
+    return bool(found) and all(found)
+
+
+def of_tokens(profile: ModelProfile, tensor: int, context: int) -> str:
+    """Tokens outside of divided layers, where `sequence_parallel` divides them."""
+    for unit in profile.units:
+        if unit.tensor and unit.is_block and tensor > 1 and unit.tensor.tokens % (tensor * context):
+            return (
+                f"sequence_parallel: tensor x context = {tensor * context} does not divide {unit.tensor.tokens} "
+                f"tokens of {unit.name}: pad them to a multiple"
+            )
+    return ""
+
+
 def of_stages(profile: ModelProfile, degree: int) -> str:
     """Layers of a pipeline."""
     if degree > 1 and profile.can_be_cut:

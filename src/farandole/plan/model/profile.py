@@ -31,6 +31,9 @@ class TensorFacts:
     """All-reduces in a forward pass."""
     backward_sums: int = 2
     """All-reduces in a backward pass."""
+    tokens: int = 0
+    """Tokens of a sample that `sequence_parallel` may divide. 0: something in the unit may need all of them, or it
+    is no block that takes (batch, tokens, features), or the profile is older than this."""
 
 
 @dataclass(frozen=True)

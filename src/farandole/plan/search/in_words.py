@@ -14,6 +14,8 @@ def in_words(candidate: Candidate) -> str:
     plan = candidate.plan
     degrees = [f"{name} {getattr(plan, name)}" for name in ORDER if getattr(plan, name) != 1]
     words = [" x ".join(degrees) or "one rank"]
+    if plan.sequence_parallel:
+        words.append("tokens divided")
     if plan.zero:
         words.append(f"ZeRO-{plan.zero}")
     if plan.pipeline != 1:

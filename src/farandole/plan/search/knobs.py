@@ -16,6 +16,8 @@ from .request import SearchRequest
 
 BUCKET_BYTES = tuple(2**i for i in range(19, 27))
 """From 512 KiB to 64 MiB."""
+TUNED = ("bucket_bytes", "first_bucket_bytes", "codec", "route")
+"""The keys."""
 ROUTES = ("auto", "flat")
 """Routes that can be fastest. The others are what "auto" takes, or for comparison."""
 

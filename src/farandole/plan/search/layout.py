@@ -32,6 +32,7 @@ class SearchLayout(NamedTuple):
     precision: str = "fp32"
     schedule: str = DEFAULT_SCHEDULE
     chunks: int = 0
+    sequence_parallel: bool = False
 
     @property
     def ranks(self) -> int:
@@ -69,10 +70,9 @@ class SearchLayout(NamedTuple):
 
         A plan that this returns is one that the product's own checks of combinations accept.
         """
-        keys: dict[str, Any] = {
-            name: getattr(self, name)
-            for name in ("pipeline", "data", "shard", "expert", "context", "tensor", "zero", "recompute")
-        }
+        keys = self._asdict()
+        for name in ("micro_batch", "passes", "schedule", "chunks"):
+            del keys[name]
         keys["precision"] = "bf16" if self.precision == "bf16-weights" else self.precision
         keys["bf16_parameters"] = self.precision == "bf16-weights"
         if self.pipeline > 1:
@@ -113,6 +113,7 @@ def neighbours(layout: SearchLayout) -> Iterator[SearchLayout]:
             continue
         moved = layout._replace(**{down: getattr(layout, down) // 2, up: getattr(layout, up) * 2})
         samples = layout.micro_batch * layout.passes * layout.sample_ranks // moved.sample_ranks
-        for micro_batch in {layout.micro_batch, samples // layout.passes, 1}:
+        for micro_batch, by_tokens in product({layout.micro_batch, samples // layout.passes, 1}, (False, True)):
             if micro_batch:
-                yield moved._replace(micro_batch=micro_batch, passes=samples // micro_batch)
+                passes = samples // micro_batch
+                yield moved._replace(micro_batch=micro_batch, passes=passes, sequence_parallel=by_tokens)

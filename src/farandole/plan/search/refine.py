@@ -1,4 +1,4 @@
-"""Refining a plan: where its pipeline is cut, and which blocks are computed again.
+"""Refining a plan: where its pipeline is cut, which blocks are computed again, and whether tokens stay whole.
 
 [Note: recomputation as a knapsack] A stage that is over the limit by so many bytes has to give them up: each block
 that is computed again gives its activations, but for its input, and costs its forward pass. Which ones cost least
@@ -46,10 +46,13 @@ class Layer:
 def refined(
     profile: ModelProfile, cluster: Cluster, option: PredictedPlan, limit_bytes: int, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-    """Yield plans that may be better than `option`: with other cuts, and with fewer blocks computed again."""
+    """Yield plans that may be better than `option`: with other cuts, fewer blocks computed again, whole tokens."""
     candidate = option.candidate
     layers = layers_of_plan(profile, cluster, candidate)
     plan = candidate.plan
+    fits = option.prediction.peak_bytes <= limit_bytes
+    if fits and plan.sequence_parallel and "sequence_parallel" not in fixed:  # small sums cost less in one
+        yield replace(candidate, plan=replace(plan, sequence_parallel=False))
     if plan.pipeline != 1 and "pipeline_cuts" not in fixed:
         cuts = best_cuts(layers, candidate, limit_bytes)
         if cuts is not None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ...core.cluster.cluster import Cluster
 from ...core.vocabulary.degrees import ORDER, REST
@@ -30,7 +30,7 @@ from ..candidate import Candidate, Prediction
 from ..cost.stages import simulated_micro_batches
 from ..model.profile import ModelProfile
 from .bounds import Bounds, Floor
-from .knobs import settings_of
+from .knobs import TUNED, settings_of
 from .layout import SearchLayout, neighbours
 from .refine import refined
 from .request import SearchRequest
@@ -141,7 +141,16 @@ def find(question: SearchQuestion) -> Found:
     return _Search(question).run()
 
 
+def best_of_each(options: Sequence[PredictedPlan], goal: str) -> list[PredictedPlan]:
+    """Return the best of those that buckets, codecs and routes alone tell apart; the best first."""
+    found: dict[str, PredictedPlan] = {}
+    for each in sorted(options, key=lambda each: score(each, goal)):
+        found.setdefault(repr(replace(each.candidate, plan=replace(each.candidate.plan, **_TUNED))), each)
+    return list(found.values())
+
+
 _DEFAULTS = tuple(Plan().to_mapping().items())
+_TUNED: dict[str, Any] = {name: getattr(Plan, name) for name in TUNED}
 
 
 class _Search:
@@ -332,10 +341,9 @@ class _Search:
     def _refine(self) -> None:
         """Search the split and the recomputation of the best plans, and of those that fit only almost."""
         goal = self._request.goal
-        fitting = sorted(self._found.options, key=lambda each: score(each, goal))[:REFINED]
+        fitting = best_of_each(self._found.options, goal)[:REFINED]
         best = score(fitting[0], goal) if fitting else (math.inf,)
-        better = [each for each in self._found.over if score(each, goal) < best]
-        better.sort(key=lambda each: score(each, goal))
+        better = [each for each in best_of_each(self._found.over, goal) if score(each, goal) < best]
         smallest = sorted(better, key=lambda each: each.prediction.peak_bytes)[: 2 * REFINED]
         almost = list({id(each): each for each in [*smallest, *better[:REFINED]]}.values())
         almost += self._without_recomputation(fitting)

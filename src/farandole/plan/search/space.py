@@ -18,7 +18,16 @@ from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
-from ..model.division import layers_of, of_experts, of_sequences, of_shards, of_stages, of_tensor
+from ..model.division import (
+    layers_of,
+    may_divide_tokens,
+    of_experts,
+    of_sequences,
+    of_shards,
+    of_stages,
+    of_tensor,
+    of_tokens,
+)
 from ..model.profile import ModelProfile
 from .layout import SearchLayout
 from .other_clusters import ranks_per_host
@@ -55,7 +64,10 @@ class Space:
         for tensor, context, expert, pipeline in self._divisions(ranks):
             rest = ranks // (tensor * context * expert * pipeline)
             for data, shard, zero in self._copies(rest):
-                base = SearchLayout(pipeline, data, shard, expert, context, tensor, zero)
+                base = SearchLayout(
+                    pipeline, data, shard, expert, context, tensor, zero,
+                    sequence_parallel=self._divides_tokens(tensor, context),
+                )  # fmt: skip
                 reason = self._why_not(base)
                 if reason:
                     self._leave_out(base, reason)
@@ -97,11 +109,17 @@ class Space:
             or self._of_hosts(base.tensor)
             or of_experts(profile, base.expert)
             or of_sequences(profile, base.context, base.tensor, kind)
+            or (of_tokens(profile, base.tensor, base.context) if base.sequence_parallel else "")
             or of_stages(profile, base.pipeline)
             or of_shards(profile, base.zero, base.pipeline)
             or self._of_device(base.zero)
             or self._of_samples(base)
         )
+
+    def _divides_tokens(self, tensor: int, context: int) -> bool:
+        """Whether ranks divide the tokens outside of layers, too: wherever that can be."""
+        can = tensor > 1 and may_divide_tokens(self._profile) and not of_tokens(self._profile, tensor, context)
+        return bool(self._request.fixed.get("sequence_parallel", can))
 
     def _of_hosts(self, degree: int) -> str:
         inside = ranks_per_host(self._cluster)
@@ -189,7 +207,7 @@ class Space:
         kind = (
             layout.pipeline > 1, layout.expert > 1, layout.context > 1, layout.tensor > 1, layout.zero,
             layout.data > 1, layout.shard > 1, layout.schedule, layout.recompute, layout.precision,
-            layout.passes > 1,
+            layout.passes > 1, layout.sequence_parallel,
         )  # fmt: skip
         if kind not in self._allowed:
             try:

@@ -21,6 +21,10 @@ from ...parallel.tensor.recipe.units import find_units
 
 ANY_DEGREE = 20160
 """A vocabulary is divided unevenly, over any number of ranks; its limit is a multiple of this or 64."""
+_OF_ONE_TOKEN = ("activation", "container", "linear", "transformer")
+"""Files of torch with modules that take each token for itself, if they have no matrix."""
+_OVER_TOKENS = (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.GLU)
+"""Of these files, what may be told to go over tokens."""
 
 
 @dataclass
@@ -101,6 +105,34 @@ def divided_by(marks: Marks, within: nn.Module) -> dict[int, Literal["tensor", "
             if not is_whole and not (part.kind == "attention" and name == "out_proj.bias"):
                 found[id(parameter)] = "tensor"
     return found
+
+
+def may_divide_tokens(marks: Marks, block: nn.Module) -> bool:
+    """Return whether all of a block that may mix tokens is divided by a recipe, and so is given all of them."""
+    inside = {each: marks.layers[each].kind for each in block.modules() if each in marks.layers}
+    # What gathers its output gives all features of this rank's tokens.
+    split = [each for each, kind in inside.items() if each not in marks.gathers and kind != "vocabulary"]
+    if any(isinstance(each, nn.MultiheadAttention) and not each.batch_first for each in split):
+        return False
+    divided = {inner for each in split for inner in each.modules()}
+    return bool(split) and not any(_may_mix(each) for each in block.modules() if each not in divided)
+
+
+def _may_mix(module: nn.Module) -> bool:
+    """Return whether what a whole module does with one token may depend on others, or be drawn for all of them."""
+    parameters, buffers = list(module.parameters(recurse=False)), list(module.buffers(recurse=False))
+    if any(each.dim() > 1 and each.is_floating_point() for each in [*parameters, *buffers]):
+        return True
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return len(module.normalized_shape) > 1
+    if isinstance(module, (nn.Dropout, nn.AlphaDropout)):
+        return False
+    names = [each.__module__ for each in type(module).__mro__ if each is not nn.Module]
+    of_torch = [name.rpartition(".")[2] for name in names if name.startswith("torch.nn.modules.")]
+    if of_torch:
+        return of_torch[0] not in _OF_ONE_TOKEN or isinstance(module, _OVER_TOKENS)
+    # Norms have parameters, and blocks have children; what has neither may drop whole samples.
+    return not parameters and not any(module.children()) and names[0] != "transformers.activations"
 
 
 def _limit_of_layer(layer: nn.Module, part: LayerPart) -> int:

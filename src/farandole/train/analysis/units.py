@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...plan.model.profile import AttentionFacts, ExpertFacts, ModelUnit, TensorFacts, UnitGradient
-from .marks import Marks, divided_by, limit_of
+from .marks import Marks, divided_by, limit_of, may_divide_tokens
 from .record import PassRecorder
 from .spans import PassSpan, PassSpans
 
@@ -204,7 +204,18 @@ class UnitMaker:
             sum_bytes=max((each.sum_bytes for each in divided), default=0.0) / self._samples,
             forward_sums=sum(each.forward_sums for each in divided),
             backward_sums=sum(each.backward_sums for each in divided),
+            tokens=self._tokens(part),
         )
+
+    def _tokens(self, part: UnitPart) -> int:
+        """Return the tokens of a sample that may be divided: of a block called with (batch, tokens, features)."""
+        assert part.module is not None, "a block is a module"
+        shapes = [shape for shape, kind in part.inputs if kind.is_floating_point and len(shape) > 1]
+        if not part.is_block or not shapes or len(shapes[0]) != 3 or shapes[0][0] != self._samples:
+            return 0
+        # What else has samples and features may be another sequence, whose tokens stay whole.
+        is_alone = all((shape[0], shape[-1]) != (shapes[0][0], shapes[0][-1]) for shape in shapes[1:])
+        return int(shapes[0][1]) if is_alone and may_divide_tokens(self._marks, part.module) else 0
 
     def _expert(self, part: UnitPart, spans: list[PassSpan]) -> ExpertFacts | None:
         inside = () if part.module is None else part.module.modules()

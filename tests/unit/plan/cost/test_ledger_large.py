@@ -44,6 +44,7 @@ from farandole.parallel.tensor.layers.regions import (
     begin_region_of_tokens,
     end_region,
     end_region_by_tokens,
+    linear_of,
 )
 from farandole.parallel.zero.fsdp.exchange_records import ExchangeRecords
 from farandole.plan.candidate import Candidate, CollectiveCalls
@@ -228,14 +229,16 @@ def test_sums_of_tensor_parallel_are_as_predicted(alone: Alone) -> None:
         x = torch.zeros(2, tokens // alone.size if by_tokens else tokens, HIDDEN, requires_grad=True)
         out = x
         for _ in range(2 * LAYERS):
-            out = end(begin(out, ranks, "region") * 1.0, None, ranks, "region")
+            weight = torch.eye(HIDDEN, requires_grad=True)
+            out = end(linear_of(begin(out, ranks, "region"), weight, None), None, ranks, "region")
         out.sum().backward()
         calls = calls_of(plan, alone.size, batch=2, degree="tensor", heads=alone.size)
         for operation in ("all_gather", "reduce_scatter") if by_tokens else ("all_reduce",):
             mine = [each for each in calls if each.operation == operation]
             # Outside of blocks tokens are gathered once more, forward and backward: not in this chain.
             count = sum(each.count for each in mine) - (2 if operation == "all_gather" else 0)
-            assert ranks.calls[operation] == count == 4 * LAYERS, f"{operation} on {alone.size} ranks"
+            expected = (6 if operation == "all_gather" else 4) * LAYERS  # again, for the weights' gradients
+            assert ranks.calls[operation] == count == expected, f"{operation} on {alone.size} ranks"
             nbytes = {each.nbytes for each in mine}
             assert nbytes == {ranks.bytes[operation] // count * SEQUENCE // tokens}, f"{operation}: one activation"
 

@@ -38,7 +38,10 @@ def make_profile(*, blocks: int = 8, experts: int = 0, width: int = 512, saved: 
     block = _unit("layers.0", blocks, parameters, flops=2.0 * parameters * 128, saved=saved * 4 * 128 * width)
     block = replace(
         block,
-        tensor=TensorFacts(8, parameters, block.forward_flops, 0.75 * block.saved_bytes, 4.0 * 128 * width),
+        tensor=TensorFacts(
+            8, parameters, block.forward_flops, 0.75 * block.saved_bytes, 4.0 * 128 * width, tokens=128
+        ),
+        is_block=True,
         attention=AttentionFacts(8, 2 * 4.0 * 128 * width, 128, block.saved_bytes),
         expert=ExpertFacts(experts, parameters // 2, block.forward_flops / 2, 4.0 * 128 * width)
         if experts

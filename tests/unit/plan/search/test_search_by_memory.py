@@ -22,8 +22,10 @@ from farandole.plan.cost.stages import short_schedule
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.search.bounds import Bounds, kept_at_ends
 from farandole.plan.search.decide import search
+from farandole.plan.search.in_words import in_words
 from farandole.plan.search.request import SearchRequest
-from farandole.plan.search.search import NEAR, SearchQuestion, find
+from farandole.plan.search.result import PredictedPlan
+from farandole.plan.search.search import NEAR, SearchQuestion, best_of_each, find
 from farandole.plan.search.space import Space
 
 from .models import make_cluster, make_profile
@@ -68,7 +70,7 @@ def test_looking_wider_is_never_worse(seed: int) -> None:
     assert free < float("inf"), "a plan fits, and was not found"
     fixed: list[dict[str, Any]] = [
         {"tensor": 1, "pipeline": 1}, {"tensor": 2}, {"pipeline": 2}, {"pipeline": 4, "schedule": "1f1b"},
-        {"zero": 3}, {"recompute": "blocks"},
+        {"zero": 3}, {"recompute": "blocks"}, {"tensor": 2, "sequence_parallel": False},
     ]  # fmt: skip
     others = {str(keys): case.seconds(fixed=keys) for keys in fixed}
     others |= {name: case.seconds(precisions=(name,)) for name in case.request.precisions}
@@ -84,6 +86,65 @@ def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float
     answer = search(profile, cluster, SearchRequest(64, 512, effort=600))
     assert answer.best is not None, f"{answer.advice}"
     assert answer.best.prediction.peak_bytes <= cluster.device.memory_bytes.value
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fixed", "divided"),
+    [
+        (128, {}, True),
+        (0, {}, False),
+        (127, {}, False),
+        (126, {"context": 2}, False),
+        (128, {"context": 2}, True),
+        (128, {"sequence_parallel": False}, False),
+        (0, {"sequence_parallel": True}, True),
+    ],
+)
+def test_tokens_are_divided_wherever_they_can_be(tokens: int, fixed: dict[str, Any], divided: bool) -> None:
+    """By the model, by the length of its sequences, and as the user says; the goal is memory, which it saves."""
+    profile = make_profile(blocks=4)
+    units = [
+        replace(each, tensor=replace(each.tensor, tokens=tokens)) if each.tensor else each
+        for each in profile.units
+    ]
+    fixed = {"tensor": 2, "zero": 0, "pipeline": 1, "recompute": "none", "accumulate": 1, **fixed}
+    request = SearchRequest(4, 16, goal="memory", fixed=fixed, effort=300)
+    answer = search(replace(profile, units=tuple(units)), make_cluster(ranks=4), request)
+    assert answer.best is not None, f"{answer.advice}"
+    assert answer.best.candidate.plan.sequence_parallel == divided
+    assert ("tokens divided" in in_words(answer.best.candidate)) == divided
+    said = " ".join(answer.best.prediction.warnings)
+    ranks = 2 * fixed.get("context", 1)
+    assert (f"needs batches whose tokens {ranks} divides: pad" in said) == divided, said
+    assert ("does not divide" in said) == (tokens % ranks > 0), said
+
+
+def test_tokens_that_do_not_divide_are_said_where_they_are_asked_for() -> None:
+    profile = make_profile(blocks=4)
+    units = [
+        replace(each, tensor=replace(each.tensor, tokens=127)) if each.tensor else each for each in profile.units
+    ]
+    request = SearchRequest(4, 16, fixed={"tensor": 2, "sequence_parallel": True})
+    with pytest.raises(PlanError, match=r"tensor x context = 2 does not divide 127 tokens of layers.0: pad them"):
+        search(replace(profile, units=tuple(units)), make_cluster(ranks=4), request)
+
+
+def test_plans_that_only_buckets_tell_apart_are_refined_once() -> None:
+    """Else the many of the best plan keep from being refined what is a little too large, and faster then."""
+    case = make_profile(blocks=4), make_cluster(ranks=8)
+    options = []
+    families: dict[str, dict[str, Any]] = {
+        "tensor": {"tensor": 2},
+        "pipeline": {"pipeline": 2, "micro_batches": 4},
+    }
+    for family, degrees in families.items():
+        for nbytes in (1 << 18, 1 << 22, 1 << 26):
+            candidate = Candidate(Plan(**degrees, bucket_bytes=nbytes, first_bucket_bytes=nbytes), 8, 64)
+            options.append(PredictedPlan(family, candidate, predict(*case, candidate, interval=False)))
+    by_time = sorted(options, key=lambda each: each.prediction.seconds)
+    fastest = {each.family: each for each in reversed(by_time)}
+    expected = sorted(fastest.values(), key=lambda each: each.prediction.seconds)
+    assert best_of_each(options, "throughput") == expected, "the best of each, the best first"
 
 
 def test_neighbours_of_the_best_plans_are_looked_at() -> None:

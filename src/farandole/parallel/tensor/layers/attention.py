@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from ....core.vocabulary.errors import ConfigError
-from .regions import gather_features
+from .regions import gather_features, linear_of
 from .split_layers import SplitLayer
 
 
@@ -86,11 +86,11 @@ class SplitAttention(SplitLayer):
     def _project(self, *tensors: torch.Tensor) -> Any:
         biases: Any = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         if self.in_proj_weight is not None and tensors[0] is tensors[1] is tensors[2]:
-            projected: Any = functional.linear(tensors[0], self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
+            projected: Any = linear_of(tensors[0], self.in_proj_weight, self.in_proj_bias).chunk(3, -1)
         else:
             separate = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
             matrices = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
-            projected = map(functional.linear, tensors, matrices, biases)
+            projected = map(linear_of, tensors, matrices, biases)
         return [each.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for each in projected]
 
     def _with_extra(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:

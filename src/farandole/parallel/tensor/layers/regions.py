@@ -4,7 +4,8 @@
 (heads), and all tokens. At the beginning (Shoeybi et al. 2019, section 3, f) the forward pass copies, and
 backward sums the ranks' gradients; at the end (g) the forward pass sums, and backward copies. With
 `sequence_parallel` a rank has some of the tokens outside, with all features: f gathers them, and g sums and
-scatters (Korthikanti et al. 2022, section 4.2.2).
+scatters (Korthikanti et al. 2022, section 4.2.2). Layers by columns keep the tokens that the rank has, which
+backward gathers again for the gradients of their weights: `GatheredTokens`.
 
 ``gives`` of a function: what its backward pass hands to each tensor that it took, a gradient that all ranks have
 "whole" or this rank's "part"; "same": what it gets. See [Note: partial gradients] in `partial_gradients`.
@@ -14,9 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional
 
 from ....comm.gradients.second_order import refuse_second_order
 from ....core.vocabulary.errors import ConfigError
@@ -150,6 +154,71 @@ class _ScatterSum(torch.autograd.Function):
         return ctx.ranks.all_gather(grads[0], ctx.what, SEQUENCE), None, None
 
 
+class _Kept(NamedTuple):
+    """What a graph keeps of a tensor: the tensor, or this rank's tokens of it with its type and shape."""
+
+    tensor: torch.Tensor
+    version: int
+    whole: tuple[torch.dtype, torch.Size] | None
+
+
+class GatheredTokens:
+    """What was gathered from the ranks' tokens, for layers whose graphs keep those of this rank."""
+
+    def __init__(self, mine: torch.Tensor, whole: torch.Tensor, ranks: TensorRanks, what: str) -> None:
+        self._mine, self._ranks, self._what = mine.detach(), ranks, what
+        self._version = whole._version
+        self._again: dict[torch.dtype, torch.Tensor] = {}
+        self._users = self._left = 0
+
+    def is_as_gathered(self, whole: torch.Tensor) -> bool:
+        """Return whether nothing changed it since."""
+        return whole._version == self._version
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return `torch.nn.functional.linear` of all tokens `x`."""
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        place = x.data_ptr(), x.numel()  # not `x`: hooks live as long as what they keep
+
+        def keep(tensor: torch.Tensor) -> _Kept:
+            if (tensor.data_ptr(), tensor.numel()) != place or not tensor.is_contiguous():
+                return _Kept(tensor, tensor._version, None)
+            self._users += 1
+            self._left += 1
+            return _Kept(self._mine, self._mine._version, (tensor.dtype, tensor.shape))
+
+        with saved_tensors_hooks(keep, self._give):
+            return functional.linear(x, weight, bias)
+
+    def _give(self, kept: _Kept) -> torch.Tensor:
+        if kept.version != kept.tensor._version:  # autograd does not look where hooks keep something
+            raise RuntimeError(
+                f"{self._what!r}: a variable needed for gradient computation has been modified by an inplace "
+                f"operation: its version is {kept.tensor._version}, expected {kept.version}"
+            )
+        if kept.whole is None:
+            return kept.tensor
+        dtype, shape = kept.whole
+        whole = self._again.get(dtype)
+        if whole is None:
+            whole = self._ranks.all_gather(self._mine.to(dtype), self._what, SEQUENCE)
+        self._left -= 1
+        self._again = {dtype: whole} if self._left else {}
+        self._left = self._left or self._users  # a graph that is kept may run again
+        return whole.view(shape)
+
+
+def linear_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return `torch.nn.functional.linear`, which keeps this rank's tokens of `x` if they were gathered."""
+    tokens: GatheredTokens | None = getattr(x, "_farandole_tokens", None)
+    if tokens is None or torch.compiler.is_compiling() or not tokens.is_as_gathered(x):
+        return functional.linear(x, weight, bias)
+    if _top_saved_tensors_default_hooks(False) is not None:  # a block that is computed again decides what is kept
+        return functional.linear(x, weight, bias)
+    return tokens.linear(x, weight, bias)
+
+
 def begin_region(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
     """Return `x`, whose gradient will be the sum over the ranks; once for all layers that get the same `x`."""
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -159,7 +228,10 @@ def begin_region(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor
 
 def begin_region_of_tokens(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
     """Return all tokens of `x`, of which each rank has some; once for all layers that get the same `x`."""
-    return _once(x, ranks, what, _GatherTokens.apply)
+    whole = _once(x, ranks, what, _GatherTokens.apply)
+    if torch.is_grad_enabled() and not (x.is_inference() or hasattr(whole, "_farandole_tokens")):
+        whole._farandole_tokens = GatheredTokens(x, whole, ranks, what)  # type: ignore[attr-defined]
+    return whole
 
 
 def end_region(x: torch.Tensor, bias: torch.Tensor | None, ranks: TensorRanks, what: str) -> torch.Tensor:

@@ -26,6 +26,7 @@ from .regions import (
     end_region,
     end_region_by_tokens,
     gather_features,
+    linear_of,
     take_piece,
 )
 
@@ -104,7 +105,7 @@ class ByColumns(SplitLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take (..., features) whole; return this rank's output features, or all if they are gathered."""
-        out = functional.linear(self._begin(x), _weight(self), _bias(self))
+        out = linear_of(self._begin(x), _weight(self), _bias(self))
         if self._farandole_lengths:
             return gather_features(out, LAST, self._farandole_lengths, self._farandole_ranks, self._farandole_name)
         return out
