@@ -94,14 +94,9 @@ def divides(unit: ModelUnit, layout: RunLayout) -> TensorFacts | None:
 
 
 def share_of(
-    unit: ModelUnit,
-    profile: ModelProfile,
-    layout: RunLayout,
-    *,
-    divided: float,
-    whole: float,
+    unit: ModelUnit, profile: ModelProfile, layout: RunLayout, *, divided: float, whole: float,
     gathered: float = 0.0,
-) -> float:
+) -> float:  # fmt: skip
     """Return what a rank has of `whole`, of which tensor parallel divides `divided`, and context all of it.
 
     `gathered`: what of the rest a rank has whole even if tokens are divided.

@@ -18,16 +18,7 @@ from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
-from ..model.division import (
-    layers_of,
-    may_divide_tokens,
-    of_experts,
-    of_sequences,
-    of_shards,
-    of_stages,
-    of_tensor,
-    of_tokens,
-)
+from ..model import division
 from ..model.profile import ModelProfile
 from .layout import SearchLayout
 from .other_clusters import ranks_per_host
@@ -105,20 +96,24 @@ class Space:
         profile = self._profile
         kind = self._request.fixed.get("context_kind", Plan.context_kind)
         return (
-            of_tensor(profile, base.tensor)
+            division.of_tensor(profile, base.tensor)
             or self._of_hosts(base.tensor)
-            or of_experts(profile, base.expert)
-            or of_sequences(profile, base.context, base.tensor, kind)
-            or (of_tokens(profile, base.tensor, base.context) if base.sequence_parallel else "")
-            or of_stages(profile, base.pipeline)
-            or of_shards(profile, base.zero, base.pipeline)
+            or division.of_experts(profile, base.expert)
+            or division.of_sequences(profile, base.context, base.tensor, kind)
+            or (division.of_tokens(profile, base.tensor, base.context) if base.sequence_parallel else "")
+            or division.of_stages(profile, base.pipeline)
+            or division.of_shards(profile, base.zero, base.pipeline)
             or self._of_device(base.zero)
             or self._of_samples(base)
         )
 
     def _divides_tokens(self, tensor: int, context: int) -> bool:
         """Whether ranks divide the tokens outside of layers, too: wherever that can be."""
-        can = tensor > 1 and may_divide_tokens(self._profile) and not of_tokens(self._profile, tensor, context)
+        can = (
+            tensor > 1
+            and division.may_divide_tokens(self._profile)
+            and not division.of_tokens(self._profile, tensor, context)
+        )
         return bool(self._request.fixed.get("sequence_parallel", can))
 
     def _of_hosts(self, degree: int) -> str:
@@ -198,7 +193,7 @@ class Space:
             chunks = [DEFAULT_CHUNKS, MOST_CHUNKS] if schedule == "interleaved" else [0]
             for each in _listed(fixed.get("chunks") or None, chunks):
                 stages = pipeline * chunks_of(schedule, each)
-                if schedule in SEVERAL_STAGES and stages > layers_of(self._profile):
+                if schedule in SEVERAL_STAGES and stages > division.layers_of(self._profile):
                     continue
                 yield schedule, each
 

@@ -24,7 +24,7 @@ ANY_DEGREE = 20160
 _OF_ONE_TOKEN = ("activation", "container", "linear", "transformer")
 """Files of torch with modules that take each token for itself, if they have no matrix."""
 _OVER_TOKENS = (nn.Softmax, nn.Softmin, nn.LogSoftmax, nn.Softmax2d, nn.GLU)
-"""Of these files, what may be told to go over tokens."""
+"""Modules in these files that may be told to go over tokens."""
 
 
 @dataclass

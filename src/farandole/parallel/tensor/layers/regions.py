@@ -154,7 +154,7 @@ class _ScatterSum(torch.autograd.Function):
         return ctx.ranks.all_gather(grads[0], ctx.what, SEQUENCE), None, None
 
 
-class _Kept(NamedTuple):
+class _SavedTensor(NamedTuple):
     """What a graph keeps of a tensor: the tensor, or this rank's tokens of it with its type and shape."""
 
     tensor: torch.Tensor
@@ -181,17 +181,17 @@ class GatheredTokens:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         place = x.data_ptr(), x.numel()  # not `x`: hooks live as long as what they keep
 
-        def keep(tensor: torch.Tensor) -> _Kept:
+        def keep(tensor: torch.Tensor) -> _SavedTensor:
             if (tensor.data_ptr(), tensor.numel()) != place or not tensor.is_contiguous():
-                return _Kept(tensor, tensor._version, None)
+                return _SavedTensor(tensor, tensor._version, None)
             self._users += 1
             self._left += 1
-            return _Kept(self._mine, self._mine._version, (tensor.dtype, tensor.shape))
+            return _SavedTensor(self._mine, self._mine._version, (tensor.dtype, tensor.shape))
 
         with saved_tensors_hooks(keep, self._give):
             return functional.linear(x, weight, bias)
 
-    def _give(self, kept: _Kept) -> torch.Tensor:
+    def _give(self, kept: _SavedTensor) -> torch.Tensor:
         if kept.version != kept.tensor._version:  # autograd does not look where hooks keep something
             raise RuntimeError(
                 f"{self._what!r}: a variable needed for gradient computation has been modified by an inplace "
