@@ -7,13 +7,16 @@ import gc
 import pickle
 import time
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
@@ -171,6 +174,8 @@ def test_gathered_tokens_that_change_are_right_or_refused() -> None:
         given = begin_region_of_tokens(local, ranks, "layer")
         if change == "before":
             given.mul_(2)
+        if change == "own before":
+            local.mul_(2)
         loss = sum((linear_of(given, each, None).square().sum() for each in copies), torch.zeros(()))
         if change == "own":
             local.mul_(2)
@@ -194,10 +199,62 @@ def test_gathered_tokens_that_change_are_right_or_refused() -> None:
                 )
             if passes == 1:
                 loss.backward()
-    for change in ("own", "weight"):
+    for change in ("own", "own before", "weight"):
         loss, _ = run(change)
         with pytest.raises(RuntimeError, match="modified by an inplace"):
             loss.backward()
+
+
+@ranks(2)
+def test_what_watches_the_graph_on_one_rank_changes_no_collective() -> None:
+    """Hooks of a profile on one rank; and autocast leaves float64 alone, as for layers that are whole."""
+    here = fd.init()
+    torch.manual_seed(1)
+    mine = Language().double()
+    alone = copy.deepcopy(mine)
+    apply(mine, tensor_recipe=NAMED, sequence_parallel=True)
+    watch = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor) if here.rank else nullcontext()
+    with watch, torch.autocast("cpu", dtype=torch.bfloat16):
+        loss_of(mine, 0).backward()
+        loss_of(alone, 0).backward()
+    for (name, one), other in zip(mine.named_parameters(), alone.parameters(), strict=True):
+        part, whole = split_of(one), other.grad
+        assert one.grad is not None, name
+        assert whole is not None, name
+        assert torch.allclose(one.grad, whole if part is None else part.take(whole), atol=1e-10), name
+
+
+class _Reentrant(Language):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+@ranks(2)
+def test_reentrant_checkpoints_are_refused_where_tokens_are_divided() -> None:
+    """A graph that is made in backward does not hand on what the ranks have in part."""
+    fd.init()
+    for by_tokens in (False, True):
+        torch.manual_seed(1)
+        mine = _Reentrant().double()
+        alone = copy.deepcopy(mine)
+        apply(mine, tensor_recipe=NAMED, sequence_parallel=by_tokens)
+        if by_tokens:
+            with pytest.raises(fd.ConfigError, match=r"'blocks.0' runs in an autograd function's forward pass"):
+                loss_of(mine, 0)
+            with torch.no_grad():
+                Language.forward(mine, batch(0)[0])
+            continue
+        loss_of(mine, 0).backward()
+        loss_of(alone, 0).backward()
+        for (name, one), other in zip(mine.named_parameters(), alone.parameters(), strict=True):
+            part, whole = split_of(one), other.grad
+            assert one.grad is not None, name
+            assert whole is not None, name
+            assert torch.allclose(one.grad, whole if part is None else part.take(whole), atol=1e-10), name
 
 
 @ranks(4)

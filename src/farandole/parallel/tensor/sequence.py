@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.vocabulary.errors import ConfigError
 from .clone import OwnHook
 from .layers.lazy import LazyWhole, expose
 from .layers.ranks import TensorRanks
@@ -41,6 +42,12 @@ class EnterBlock(_TokenHook):
         return _replaced(args, kwargs, self._mine)
 
     def _mine(self, x: torch.Tensor) -> torch.Tensor:
+        if x.requires_grad and not torch.is_grad_enabled():
+            raise ConfigError(
+                f"sequence_parallel: {self.name!r} runs in an autograd function's forward pass, as in reentrant "
+                "activation checkpointing, whose backward pass would not give its gradients the sums of the ranks",
+                remedy="set use_reentrant=False, or recompute in the plan",
+            )
         if isinstance(x, LazyWhole) and x.split_dim == SEQUENCE and x.gathered is None:
             return x.local
         whole = x.whole() if isinstance(x, LazyWhole) else x

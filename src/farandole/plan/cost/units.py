@@ -215,7 +215,7 @@ def _add_tensor(
         forward = [("all_gather", begins, facts.backward_sums), ("reduce_scatter", ends, facts.forward_sums)]
         backward = [("all_gather", ends, facts.forward_sums), ("reduce_scatter", begins, facts.backward_sums)]
         more = [("all_gather", begins, facts.backward_sums), ("reduce_scatter", ends, repeated)]
-        if not again:  # what the second pass would gather for the gradients of weights is gathered for them
+        if not again and "tensor" in divided_gradients(unit):  # for the gradients of weights
             backward.append(("all_gather", ends, facts.backward_sums))
         # Gradients of what is whole, and saw some of the tokens: norms, and biases that are added after a sum.
         # Those of one module are one sum.

@@ -23,6 +23,7 @@ from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.cost.rates import Rates
 from farandole.plan.cost.stages import pipeline_step
+from farandole.plan.model.profile import ModelProfile
 from tests.unit.plan.cost.cases import cluster_of, transformer, with_tiers
 
 RANKS, BATCH = 16, 256
@@ -55,6 +56,22 @@ PLANS: dict[str, dict[str, Any]] = {
 def predicted(cluster: Cluster | None = None, /, **keys: Any) -> Prediction:
     profile = transformer(layers=8, hidden=128, sequence=64, heads=8)
     return predict(profile, cluster or cluster_of(4, RANKS), Candidate(Plan(**keys), RANKS, BATCH))
+
+
+def test_tokens_are_gathered_again_for_the_gradients_of_weights_alone() -> None:
+    """Not in a block that is computed again, whose second pass gathers them; nor where weights are frozen."""
+    plain = transformer(layers=8, hidden=128, sequence=64, heads=8)
+    frozen = replace(plain, units=tuple(replace(each, gradients=()) for each in plain.units))
+
+    def gathered(profile: ModelProfile, **keys: Any) -> int:
+        plan = Plan(tensor=4, sequence_parallel=True, **keys)
+        calls = predict(profile, cluster_of(4, RANKS), Candidate(plan, RANKS, BATCH)).collectives
+        return sum(each.count for each in calls if (each.operation, each.degree) == ("all_gather", "tensor"))
+
+    edges = 2
+    assert gathered(plain) == 8 * 6 + edges
+    assert gathered(plain, recompute="blocks") == 8 * 6 + edges
+    assert gathered(frozen) == 8 * 4 + edges
 
 
 def value_of(cluster: Cluster, path: str) -> float:

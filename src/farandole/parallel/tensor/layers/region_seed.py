@@ -10,6 +10,7 @@ out, would be another on each: the proof finds it (`undivided_draw`), by draws a
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,11 +54,13 @@ class RegionSeed:
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:
         """Let what draws numbers in between leave the generators as they were."""
-        before, outside = self._generator().get_state(), torch.get_rng_state()
+        before, outside, begun = self._generator().get_state(), torch.get_rng_state(), self._outside
+        of_python = random.getstate()
         try:
             yield
         finally:
-            self._outside = None
+            self._outside = begun
+            random.setstate(of_python)
             torch.set_rng_state(outside)
             self._generator().set_state(before)
 
@@ -88,13 +91,16 @@ def undivided_draw(seed: RegionSeed, plain: Callable[[], Any], split: Callable[[
 
     Both run a forward pass in training. See [Note: seeds of a region].
     """
-    with torch.no_grad(), seed.left_as_it_is():
-        with _Draws(seed) as expected:
-            plain()
-        if not expected.found:
-            return ""
-        with _Draws(seed) as found:
-            split()
+    with torch.enable_grad(), seed.left_as_it_is():
+        try:
+            with _Draws(seed) as expected:
+                plain()
+            if not expected.found:
+                return ""
+            with _Draws(seed) as found:
+                split()
+        except Exception as error:  # the module's own code
+            return f"does not run in training: {error}"
     if len(expected.found) == len(found.found):
         for (whole, _), (mine, is_inside) in zip(expected.found, found.found, strict=True):
             if is_inside and mine.numel() == whole.numel():

@@ -21,6 +21,7 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ....comm.gradients.second_order import refuse_second_order
 from ....core.vocabulary.errors import ConfigError
@@ -167,17 +168,17 @@ class GatheredTokens:
 
     def __init__(self, mine: torch.Tensor, whole: torch.Tensor, ranks: TensorRanks, what: str) -> None:
         self._mine, self._ranks, self._what = mine.detach(), ranks, what
-        self._version = whole._version
+        self._versions = mine._version, whole._version
         self._again: dict[torch.dtype, torch.Tensor] = {}
         self._users = self._left = 0
 
     def is_as_gathered(self, whole: torch.Tensor) -> bool:
         """Return whether nothing changed it since."""
-        return whole._version == self._version
+        return whole._version == self._versions[1]
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Return `torch.nn.functional.linear` of all tokens `x`."""
-        if torch.is_autocast_enabled(x.device.type):
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # as autocast does
             x = x.to(torch.get_autocast_dtype(x.device.type))
         place = x.data_ptr(), x.numel()  # not `x`: hooks live as long as what they keep
 
@@ -186,7 +187,7 @@ class GatheredTokens:
                 return _SavedTensor(tensor, tensor._version, None)
             self._users += 1
             self._left += 1
-            return _SavedTensor(self._mine, self._mine._version, (tensor.dtype, tensor.shape))
+            return _SavedTensor(self._mine, self._versions[0], (tensor.dtype, tensor.shape))
 
         with saved_tensors_hooks(keep, self._give):
             return functional.linear(x, weight, bias)
@@ -214,7 +215,10 @@ def linear_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     tokens: GatheredTokens | None = getattr(x, "_farandole_tokens", None)
     if tokens is None or torch.compiler.is_compiling() or not tokens.is_as_gathered(x):
         return functional.linear(x, weight, bias)
-    if _top_saved_tensors_default_hooks(False) is not None:  # a block that is computed again decides what is kept
+    hooks = _top_saved_tensors_default_hooks(False)
+    if (
+        hooks is not None and hooks[0].__module__ == checkpoint.__module__
+    ):  # which decides what is kept, on all ranks
         return functional.linear(x, weight, bias)
     return tokens.linear(x, weight, bias)
 
