@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
 from ...comm.device.untraced import untraced
@@ -90,7 +91,7 @@ class Proofs:
         expected, found, problem = _Outcome(), _Outcome(), ""
         device = next(unit.parameters()).device.type
         # Inside of a block that is recomputed its hooks would run the block again for the proof's backward pass.
-        own_graph = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        own_graph = saved_tensors_hooks(_as_it_is, _as_it_is)
         with torch.enable_grad(), torch.autocast(device, enabled=False), own_graph:
             plain, few = _run_plain(clone(unit, whole=True), args, kwargs)
             _require_same_input(name, *few, ranks)
@@ -119,7 +120,7 @@ class Proofs:
             problems.append("runs in another way on another rank of its group")
         if not problems:
             problem = _difference_of_whole(expected, found, split, entrants, ranks)
-            with torch.autocast(device, enabled=False):
+            with torch.autocast(device, enabled=False), saved_tensors_hooks(_as_it_is, _as_it_is):
                 runs = [partial(_run, each.train(), *few) for each in (plain.module, split)]
                 problem = undivided_draw(self.seed, *runs) or problem
             said = all_gather_json(ranks.part, f"gradients of {name}", problem)
