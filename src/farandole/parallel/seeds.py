@@ -9,9 +9,13 @@ number of the pass. Within a split layer ranks hold different elements, and draw
 
 from __future__ import annotations
 
+import random
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -81,6 +85,21 @@ def seed_passes(model: nn.Module, mesh: Mesh) -> None:
 def pass_seeds_of(model: nn.Module) -> PassSeeds | None:
     """Return the seeds of a model's passes, for what runs its layers one by one; None if it has none."""
     return _pass_seeds.get(model)
+
+
+@contextmanager
+def kept_generators(*generators: torch.Generator) -> Iterator[None]:
+    """Put the global generators, and these, back as they were afterwards."""
+    generators = (torch.default_generator, *generators)
+    states = [generator.get_state() for generator in generators]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
 
 
 def _mixed(*numbers: int) -> int:

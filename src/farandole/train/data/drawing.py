@@ -15,6 +15,7 @@ from ...comm.batch_weight.drawn_batches import Origin
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
+from ...parallel.seeds import kept_generators
 from ..balance.balancer import balancer_of
 from ..balance.share_changes import ShareChanges
 from .ahead.told_later import Handover, drawn_ahead, tell
@@ -23,7 +24,7 @@ from .loader_kind import no_draw
 from .loader_watch import leave_out
 from .partition import Part, Partition
 from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
-from .random_state import kept_generators, seed_of
+from .random_state import seed_of
 from .rank_sampler import RankBatches, RankSampler
 from .stream import ShardedBatch, divide_stream, new_reading, note_reading
 from .worker_cores import TunedLoaders

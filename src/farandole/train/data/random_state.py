@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from ...parallel.seeds import kept_generators
+
 _LIMIT = 2**63
 _NUMPY_LIMIT = 2**32
 
@@ -46,21 +48,6 @@ def seeded(number: int, source: Any) -> Iterator[None]:
         random.seed(number)
         np.random.seed(number % _NUMPY_LIMIT)
         yield
-
-
-@contextmanager
-def kept_generators(*generators: torch.Generator) -> Iterator[None]:
-    """Put the global generators, and these, back as they were afterwards."""
-    generators = (torch.default_generator, *generators)
-    states = [generator.get_state() for generator in generators]
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def generator_states() -> tuple[Any, ...]:
