@@ -123,6 +123,30 @@ def test_tensor_facts_are_those_of_the_recipe() -> None:
     assert not attention.has_dropout, "its dropout is 0"
 
 
+class _OfSamples(nn.Module):
+    """Neither parameters nor children: it may leave whole samples out."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class _Constant(nn.Module):
+    """Mixes tokens by what does not train."""
+
+    matrix: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(TOKENS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.matrix
+
+
+class _OwnNorm(nn.BatchNorm1d):
+    pass
+
+
 class _Wrapped(nn.Module):
     """torch's layer, and what a block of others may have beside it."""
 
@@ -146,9 +170,20 @@ class _Wrapped(nn.Module):
         (lambda: _Wrapped(nn.Linear(TOKENS, TOKENS, bias=False)), 0),
         (lambda: _Wrapped(nn.BatchNorm1d(64)), 0),
         (lambda: _Wrapped(nn.InstanceNorm1d(64, affine=True)), 0),
+        (lambda: _Wrapped(_OwnNorm(64, affine=False)), 0),
+        (lambda: _Wrapped(nn.GELU()), TOKENS),
+        (lambda: _Wrapped(nn.Softmax(-1)), 0),
+        (lambda: _Wrapped(nn.Dropout(0.0)), TOKENS),
+        (lambda: _Wrapped(nn.Dropout1d(0.0)), 0),
+        (lambda: _Wrapped(nn.LayerNorm((64, TOKENS), elementwise_affine=False)), 0),
+        (lambda: _Wrapped(_OfSamples()), 0),
+        (lambda: _Wrapped(_Constant()), 0),
     ],
-    ids=["alone", "identity", "tokens first", "convolution", "over tokens", "batch norm", "instance norm"],
-)
+    ids=[
+        "alone", "identity", "tokens first", "convolution", "over tokens", "batch norm", "instance norm",
+        "own norm", "activation", "softmax", "dropout", "of tokens", "over both", "of samples", "constant",
+    ],
+)  # fmt: skip
 def test_tokens_may_be_divided_where_nothing_whole_mixes_them(make: Any, tokens: int) -> None:
     """What a whole layer does with tokens is not known, and statistics need all of them."""
     profile = analyse(
@@ -158,6 +193,17 @@ def test_tokens_may_be_divided_where_nothing_whole_mixes_them(make: Any, tokens:
     assert profile.units[0].is_block, f"{profile.units}"
     assert facts is not None, "torch's layer has a recipe"
     assert facts.tokens == tokens, f"{facts}"
+
+
+def test_tokens_of_a_block_with_a_second_sequence_stay_whole() -> None:
+    """The keys of a decoder are not those tokens that a block takes its part of."""
+    layer = nn.TransformerDecoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    profile = analyse(
+        lambda: nn.TransformerDecoder(layer, 4), lambda: (torch.zeros(2, TOKENS, 64),) * 2, loss=_sum
+    )  # fmt: skip
+    facts = profile.units[0].tensor
+    assert facts is not None, "torch's layer has a recipe"
+    assert facts.tokens == 0, f"{facts}"
 
 
 def _sum(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:

@@ -26,8 +26,8 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
     if layout.plan.sequence_parallel:
         ranks = layout.degrees.tensor * layout.degrees.context
         yield (
-            f"sequence_parallel is proven at the first step, and needs batches whose tokens {ranks} divides: pad "
-            "others to a multiple, or --fix sequence_parallel=false"
+            "sequence_parallel is proven at the first step, and needs batches whose tokens are a multiple of "
+            f"{ranks}: pad others, or --fix sequence_parallel=false"
         )
     elif layout.degrees.tensor > 1 and may_divide_tokens(profile):
         reason = of_tokens(profile, layout.degrees.tensor, layout.degrees.context)

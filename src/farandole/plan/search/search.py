@@ -191,7 +191,8 @@ class _Search:
                     kept.append(entry)
                     continue
                 found.too_large += 1
-                if family not in smallest or floor.screen_bytes < smallest[family][2].screen_bytes:
+                least = smallest.get(family, entry)
+                if (floor.screen_bytes, layout.micro_batch) <= (least[2].screen_bytes, least[1].micro_batch):
                     smallest[family] = entry
         if not found.layouts:
             raise PlanError(self._nothing(), remedy=self._remedy())

@@ -115,7 +115,7 @@ def test_tokens_are_divided_wherever_they_can_be(tokens: int, fixed: dict[str, A
     assert ("tokens divided" in in_words(answer.best.candidate)) == divided
     said = " ".join(answer.best.prediction.warnings)
     ranks = 2 * fixed.get("context", 1)
-    assert (f"needs batches whose tokens {ranks} divides: pad" in said) == divided, said
+    assert (f"needs batches whose tokens are a multiple of {ranks}: pad" in said) == divided, said
     assert ("does not divide" in said) == (tokens % ranks > 0), said
 
 

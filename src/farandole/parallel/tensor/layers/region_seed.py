@@ -10,7 +10,6 @@ out, would be another on each: the proof finds it (`undivided_draw`), by draws a
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ....comm.device.accelerator import generator_of
+from ...seeds import kept_generators
 
 _SPAN = 2**31
 
@@ -54,15 +54,10 @@ class RegionSeed:
     @contextmanager
     def left_as_it_is(self) -> Iterator[None]:
         """Let what draws numbers in between leave the generators as they were."""
-        before, outside, begun = self._generator().get_state(), torch.get_rng_state(), self._outside
-        of_python = random.getstate()
-        try:
+        begun = self._outside
+        with kept_generators(self._generator()):
             yield
-        finally:
-            self._outside = begun
-            random.setstate(of_python)
-            torch.set_rng_state(outside)
-            self._generator().set_state(before)
+        self._outside = begun
 
     def _generator(self) -> torch.Generator:
         return generator_of(self.device) or torch.default_generator
@@ -89,7 +84,8 @@ class _Draws(TorchDispatchMode):
 def undivided_draw(seed: RegionSeed, plain: Callable[[], Any], split: Callable[[], Any]) -> str:
     """Return what is drawn in a region, and is as large as in the plain module; an empty text if nothing.
 
-    Both run a forward pass in training. See [Note: seeds of a region].
+    Both run a forward pass in training. Where they do not draw as many times nothing is known. See
+    [Note: seeds of a region].
     """
     with torch.enable_grad(), seed.left_as_it_is():
         try:

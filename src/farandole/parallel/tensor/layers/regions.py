@@ -216,11 +216,9 @@ def linear_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) 
     if tokens is None or torch.compiler.is_compiling() or not tokens.is_as_gathered(x):
         return functional.linear(x, weight, bias)
     hooks = _top_saved_tensors_default_hooks(False)
-    if (
-        hooks is not None and hooks[0].__module__ == checkpoint.__module__
-    ):  # which decides what is kept, on all ranks
-        return functional.linear(x, weight, bias)
-    return tokens.linear(x, weight, bias)
+    # A block that is computed again decides what is kept, on all ranks; hooks of others may be those of one rank.
+    is_again = hooks is not None and hooks[0].__module__ == checkpoint.__module__
+    return functional.linear(x, weight, bias) if is_again else tokens.linear(x, weight, bias)
 
 
 def begin_region(x: torch.Tensor, ranks: TensorRanks, what: str) -> torch.Tensor:
