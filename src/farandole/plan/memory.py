@@ -234,6 +234,7 @@ class RankPart:
     outside_blocks: float = 1.0
     """Share of parameters outside of the repeated blocks."""
     largest_block: float = 1.0
+    largest_tensor: float = 1.0
     activations: float = 1.0
     """Share of what a pass over the whole model saves, all micro-batches together that it keeps at once."""
     temporaries: float = 1.0
@@ -266,7 +267,7 @@ def _weights_of(facts: WeightFacts, part: RankPart) -> WeightFacts:
         trainable_bytes=round(share * facts.trainable_bytes),
         trainable_elements=round(share * facts.trainable_elements),
         trainable_tensors=round(share * facts.trainable_tensors),
-        largest_tensor_bytes=round(min(1.0, part.largest_block) * facts.largest_tensor_bytes),
+        largest_tensor_bytes=round(part.largest_tensor * facts.largest_tensor_bytes),
         outside_blocks_bytes=round(part.outside_blocks * facts.outside_blocks_bytes),
         largest_block_bytes=round(part.largest_block * facts.largest_block_bytes),
         blocks_cast_bytes=round(share * facts.blocks_cast_bytes),

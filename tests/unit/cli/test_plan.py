@@ -13,7 +13,7 @@ from farandole.cli.main import run
 from farandole.core.cluster.cluster_file import read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.model.profile_file import write_profile
+from farandole.plan.model.profile_file import read_profile, write_profile
 from tests.unit.plan.search.models import make_cluster, make_profile
 
 MODEL = """\
@@ -106,6 +106,7 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
         make_model, make_batch, cluster="a100", ranks=1, loss=lambda outputs, batch: outputs.square().mean()
     )
     assert not any("no loss was given" in each for each in with_loss.warnings)
+    assert read_profile("one.profile.json").device == "cuda", "operations of the cluster's GPUs"
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     fd.init()

@@ -54,6 +54,8 @@ PROFILE = ModelProfile(
     optimizer_state_bytes=8.0,
     optimizer_moved_bytes=28.0,
     blocks=3,
+    device="cuda",
+    failed=(("bf16", "blocks"),),
     notes=("a note",),
     measured={"host": "a"},
 )
@@ -93,6 +95,7 @@ _WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda m: m["memory"]["optimizer"].clear(), r"memory\.optimizer\.fp32: is missing"),
     (lambda m: m["memory"]["weights"].update(fp32=3), r"memory\.weights\.fp32 = 3, expected an object"),
     (lambda m: m.update(notes=[3]), r"notes\.0 = 3, expected a text"),
+    (lambda m: m.update(device="gpu"), r"device = 'gpu', expected 'cpu' or 'cuda'"),
     (lambda m: m.update(elementwise_optimizer=1), r"elementwise_optimizer = 1, expected true or false"),
 ]
 

@@ -18,11 +18,11 @@ from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.model.profile_file import profile_to_mapping, read_profile, write_profile
 from farandole.train.analysis.analyse import analyse
-from farandole.train.analysis.batches import Batches
 from farandole.train.analysis.marks import find_marks, may_divide_tokens
 from farandole.train.analysis.measure import Timing, fit, measure_units
 from farandole.train.memory.alike import activations_of, longest_run
-from farandole.train.memory.fake_pass import fake_mode, make_fake
+from farandole.train.memory.batches import Batches
+from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass
 from farandole.train.memory.user_pass import inputs_and_targets, recomputed
 
 from .analysed_models import (
@@ -304,20 +304,14 @@ def test_folding_changes_no_figure() -> None:
     model = Language(tied=False)
     assert len(longest_run(model)) == 10, "all blocks are alike"
     facts = []
-    for fold in (True, False):
+    for way in (activations_of, run_pass):
         with fake_mode():
             model = Language(tied=False)
             make_fake(model, "cpu", None)
-            facts += [
-                activations_of(model, words(2), None, device="cpu", precision=precision, fold=fold)
-                for precision in ("fp32", "bf16")
-            ]
+            facts += [way(model, words(2), None, device="cpu", precision=each) for each in ("fp32", "bf16")]
     assert facts[:2] == facts[2:], "bytes of some blocks, carried on to all, are those of all"
     with fake_mode(), recomputed(model, "blocks"):
-        facts = [
-            activations_of(model, words(2), None, device="cpu", precision="bf16", fold=fold)
-            for fold in (True, False)
-        ]
+        facts = [way(model, words(2), None, device="cpu", precision="bf16") for way in (activations_of, run_pass)]
     assert facts[0] == facts[1], "what grows fastest is not yet the largest in a pass through three blocks"
     odd = Language(tied=False)
     odd.layers[4].norm1.eps = 0.5  # type: ignore[union-attr]

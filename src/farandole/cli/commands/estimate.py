@@ -75,7 +75,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--device", choices=("cpu", "cuda"), default="cpu",
-        help="whose operations are counted; cuda needs a torch with CUDA, but no GPU (default: cpu)",
+        help="whose operations are counted; cuda needs no GPU here (default: cpu)",
     )  # fmt: skip
     made.add_argument(
         "--find", action="store_true",

@@ -126,6 +126,11 @@ class Cluster:
         return backend == "gloo" if backend else "cpu" in self.device.name.lower()
 
     @property
+    def operations(self) -> str:
+        """Whose operations a rank runs, "cpu" or "cuda", as the analysis of a model takes it."""
+        return "cpu" if self.on_cpus else "cuda"
+
+    @property
     def codecs_take_compute(self) -> bool:
         """Whether codecs take their time from the computation: of its core, or of the same accelerator."""
         return self.device.shares_core or not self.on_cpus

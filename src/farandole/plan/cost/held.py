@@ -158,19 +158,19 @@ def _of_rank(
     setting = _sharding(setting, layout)
     memory = memory_of(
         mine, setting, ranks_per_host=layout.ranks_per_host, bucket_bytes=layout.plan.bucket_bytes,
-        batch_factor=layout.samples / profile.samples,
+        batch_factor=layout.samples / profile.samples, on_disk=layout.plan.offload == "disk",
     )  # fmt: skip
-    return _with_the_rest(memory, profile, stages, layout, setting)
+    return _with_the_rest(memory, profile, mine, stages, layout)
 
 
 def _with_the_rest(
-    memory: MemoryByCategory, profile: ModelProfile, stages: Sequence[tuple[StageUnits, StageGradients]],
-    layout: RunLayout, setting: Setting,
+    memory: MemoryByCategory, profile: ModelProfile, mine: ModelFacts,
+    stages: Sequence[tuple[StageUnits, StageGradients]], layout: RunLayout,
 ) -> MemoryByCategory:  # fmt: skip
     """Add what ZeRO does not divide: experts, what codecs keep, messages of the pipeline."""
-    facts = profile.memory
-    element = facts.weights[setting.precision].element_bytes
-    optimizer = facts.optimizer[setting.precision].state_bytes_per_element
+    ((precision, weights),) = mine.weights.items()
+    element = profile.memory.weights[precision].element_bytes
+    optimizer = mine.optimizer[precision].state_bytes_per_element
     experts = sum(gradients.expert_elements for _, gradients in stages)
     coded = sum(gradients.coded_elements for _, gradients in stages)
     messages = 0.0
@@ -179,7 +179,6 @@ def _with_the_rest(
         messages = _MESSAGES * largest * layout.samples * layout.residual_width / layout.degrees.context
     states = memory.optimizer_bytes + round(experts * optimizer)
     if layout.plan.offload == "disk":
-        weights = facts.weights[setting.precision]
         states = disk_state_bytes(states, optimizer * weights.largest_tensor_bytes / max(1.0, element))
     temporary = memory.temporary_bytes
     return replace(
@@ -253,6 +252,8 @@ def _part(
     outside = sum(each.count * each.parameters for each in profile.units if not is_block(each, profile))
     outside_here = sum(count * each.parameters for each, count in units if not is_block(each, profile))
     split = 1.0 / layout.degrees.tensor
+    largest_tensor = max((_largest_tensor(each) for each in profile.units), default=0.0)
+    largest_tensor_here = max((_largest_tensor(each, layout) for each, _ in units), default=0.0)
     largest = max((each.parameters for each in profile.units if is_block(each, profile)), default=0)
     largest_here = max((each.parameters for each, _ in units if is_block(each, profile)), default=0)
     share = mine / whole if whole else 1.0 / layout.degrees.pipeline
@@ -264,6 +265,13 @@ def _part(
         parameters=shared / elements,
         outside_blocks=split * outside_here / outside if outside else 0.0,
         largest_block=split * largest_here / largest if largest else 0.0,
+        largest_tensor=largest_tensor_here / largest_tensor if largest_tensor else 0.0,
         activations=kept * share,
         temporaries=widest_here / widest if widest else split,
     )
+
+
+def _largest_tensor(unit: ModelUnit, layout: RunLayout | None = None) -> float:
+    """Return the bytes of the largest trainable parameter: of what a rank has of it with a layout."""
+    sizes = {} if layout is None else {"tensor": layout.degrees.tensor, "expert": layout.degrees.expert}
+    return max((each.nbytes / sizes.get(each.divided_by, 1) for each in unit.gradients), default=0.0)

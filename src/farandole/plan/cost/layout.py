@@ -132,6 +132,11 @@ class RunLayout:
         return 0.5 if self.plan.bf16_parameters else 1.0
 
     @property
+    def casts(self) -> bool:
+        """Whether autocast computes with parameters of float32 in 16 bits."""
+        return self.plan.precision != "fp32" and self.gradient_width == 1.0
+
+    @property
     def gathers_in_16_bits(self) -> bool:
         """Whether stage 3 gathers the matrices of blocks in 2 bytes an element."""
         is_wide = self.plan.precision != "bf16" or self.plan.bf16_parameters or self.plan.weight_codec != NONE

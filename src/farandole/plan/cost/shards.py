@@ -65,7 +65,10 @@ def sharded_units(profile: ModelProfile, stage: StageUnits, layout: RunLayout) -
         if unit.frozen_bytes:
             nbytes += round(unit.frozen_bytes * layout.gradient_width)
         if is_block(unit, profile) and nbytes:
-            matrices = [each for each in one if each.columns > 1] if layout.gathers_in_16_bits else []
+            uncast = {each.name for each in unit.gradients if unit.uncast_flops and each.divided_by == "expert"}
+            matrices = [
+                each for each in one if layout.gathers_in_16_bits and each.columns > 1 and each.name not in uncast
+            ]
             gathered = nbytes - _shard_bytes(matrices, layout.shards) // 2
             found.append(ShardedUnit(nbytes, gathered, count, is_root=False, unit=index))
         else:

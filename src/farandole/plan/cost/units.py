@@ -153,17 +153,32 @@ def _computing(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates:
     moved = unit.moved_bytes * samples * activation_share(unit, profile, layout) * layout.width
     own = (sum(each.nbytes for each in unit.gradients) + unit.frozen_bytes) * layout.gradient_width
     own /= layout.degrees.tensor if divides(unit, layout) is not None else 1
-    precision, is_cast = layout.plan.precision, layout.plan.precision != "fp32" and layout.gradient_width == 1.0
-    forward = rates.unit_pass(
-        unit.forward_flops * samples * flops_share,
-        moved + (_CAST_MOVED if is_cast else 1.0) * own, unit.operations, precision,
+    forward = _unit_pass(
+        unit, unit.forward_flops * samples * flops_share, moved + (_CAST_MOVED if layout.casts else 1.0) * own,
+        layout, rates,
     )  # fmt: skip
-    backward = rates.unit_pass(
-        unit.backward_flops * samples * flops_share,
+    backward = _unit_pass(
+        unit, unit.backward_flops * samples * flops_share,
         _BACKWARD_MOVED * moved + (2.0 + (_ACCUMULATED if layout.passes > 1 else 0.0)) * own,
-        2 * unit.operations, precision,
+        layout, rates, times=2,
     )  # fmt: skip
     return forward, backward
+
+
+def _unit_pass(
+    unit: ModelUnit, flops: float, moved_bytes: float, layout: RunLayout, rates: Rates, *, times: int = 1
+) -> Spent:
+    """Return a pass with `times` the operations of a forward pass; what autocast leaves is computed in fp32."""
+    wide, operations = _wide_share(unit, layout), times * unit.operations
+    spent = rates.unit_pass((1 - wide) * flops, moved_bytes, (1 - wide) * operations, layout.plan.precision)
+    if wide:
+        spent.add(rates.unit_pass(wide * flops, 0.0, wide * operations, "fp32"))
+    return spent
+
+
+def _wide_share(unit: ModelUnit, layout: RunLayout) -> float:
+    """Return what of a unit's FLOPs autocast leaves in float32."""
+    return unit.uncast_flops / unit.forward_flops if layout.casts and unit.forward_flops else 0.0
 
 
 def _in_precision(unit: ModelUnit, flops: float, layout: RunLayout, rates: Rates) -> float:
@@ -174,8 +189,8 @@ def _in_precision(unit: ModelUnit, flops: float, layout: RunLayout, rates: Rates
     rates.assumed.add(
         f"units were measured in fp32: in {layout.plan.precision} they are scaled by the device's rates"
     )
-    wide = rates.seconds_of_flops(flops, "fp32", size)
-    return rates.seconds_of_flops(flops, layout.plan.precision, size) / wide
+    wide, share = rates.seconds_of_flops(flops, "fp32", size), _wide_share(unit, layout)
+    return share + (1 - share) * rates.seconds_of_flops(flops, layout.plan.precision, size) / wide
 
 
 def attention_flops(facts: AttentionFacts) -> float:

@@ -17,6 +17,11 @@ _MOST_NAMES = 4
 def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
     """Return sentences, the most important ones first."""
     layout, profile = placed.layout, placed.profile
+    if profile.device not in ("", rates.cluster.operations):
+        yield (
+            f"the profile has operations of {profile.device!r}, and ranks of {rates.cluster.name} run those of "
+            f"{rates.cluster.operations!r}: analyse the model again for this cluster"
+        )
     whole = [
         unit.name for unit in profile.units
         if layout.degrees.tensor > 1 and divides(unit, layout) is None and unit.gradients
@@ -53,10 +58,21 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
         ]  # fmt: skip
         if inside:
             yield f"recompute: what {_names(inside)} names inside of units is not in the prediction"
-    if layout.degrees.expert > 1:
-        yield "experts: even load is assumed"
+    yield from _of_experts(placed)
     yield from profile.notes
     yield from sorted(rates.assumed)
+
+
+def _of_experts(placed: PlacedModel) -> Iterator[str]:
+    layout = placed.layout
+    wide = [unit.name for unit in placed.profile.units if unit.uncast_flops] if layout.casts else []
+    if wide:
+        yield (
+            f"experts of {_names(wide)} compute in float32: precision = {layout.plan.precision!r} leaves them in "
+            "the type of their parameters (bf16_parameters = true, or weights in bfloat16)"
+        )
+    if layout.degrees.expert > 1:
+        yield "experts: even load is assumed"
 
 
 def _presets(rates: Rates) -> list[str]:

@@ -126,6 +126,8 @@ class ModelUnit:
     """What backward needs, in fp32, without parameters."""
     output_bytes: float
     """What goes to the next unit, in fp32."""
+    uncast_flops: float = 0.0
+    """What of `forward_flops` autocast leaves in the type of its weights, as experts of transformers are."""
     tensor: TensorFacts | None = None
     expert: ExpertFacts | None = None
     attention: AttentionFacts | None = None
@@ -167,10 +169,18 @@ class ModelProfile:
     """Why a pipeline cannot cut this model; empty: it can."""
     tied: tuple[str, ...] = ()
     """Parameters with several names, as in "embedding.weight = head.weight": stages may share them."""
+    failed: tuple[tuple[str, str], ...] = ()
+    """Precisions and recomputations in which its pass failed, although it runs in others."""
     notes: tuple[str, ...] = ()
     """What is not known: blocks without a recipe, operations without a count."""
+    device: str = ""
+    """"cpu" or "cuda": whose operations were counted. Empty: not known."""
     measured: Mapping[str, str] = field(default_factory=dict)
     """Where `times` come from: host, threads, date. Empty: nothing was measured."""
+
+    def fails_in(self, precision: str, recompute: str) -> bool:
+        """Whether a pass of the model failed so."""
+        return ("bf16" if precision == "fp16" else precision, recompute) in self.failed
 
     @property
     def parameters(self) -> int:

@@ -162,6 +162,8 @@ def _check(profile: ModelProfile, where: str) -> None:
     """Raise `ConfigError` where fields contradict each other."""
     if not profile.units:
         raise ConfigError(f"{where}: units: a model has at least one")
+    if profile.device not in ("", "cpu", "cuda"):
+        raise ConfigError(f"{where}: device = {profile.device!r}, expected 'cpu' or 'cuda'", remedy=_REMEDY)
     for number, unit in enumerate(profile.units):
         path = f"{where}: units.{number}"
         for name in ("tensor", "expert"):

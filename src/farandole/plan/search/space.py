@@ -198,7 +198,7 @@ class Space:
                 yield schedule, each
 
     def _refused(self, layout: SearchLayout) -> str:
-        """Return what the product's rules say against a layout; they ask for kinds, not for sizes."""
+        """Return what the product's rules, or the model, say against a layout: for kinds, not for sizes."""
         kind = (
             layout.pipeline > 1, layout.expert > 1, layout.context > 1, layout.tensor > 1, layout.zero,
             layout.data > 1, layout.shard > 1, layout.schedule, layout.recompute, layout.precision,
@@ -210,6 +210,8 @@ class Space:
                 self._allowed[kind] = ""
             except PlanError as problem:
                 self._allowed[kind] = problem.message.removeprefix("plan: ")
+            if self._profile.fails_in(layout.precision, layout.recompute):
+                self._allowed[kind] = f"its pass fails in {layout.precision}, recompute = {layout.recompute!r}"
         return self._allowed[kind]
 
     def _leave_out(self, base: SearchLayout, reason: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,13 +20,14 @@ from ...parallel.optim.elementwise import why_not_elementwise
 from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
 from ...plan.model.profile import ModelProfile, ModelUnit
 from ..memory.alike import NotAlikeError, foldable, skipped
+from ..memory.batches import Batches, batch_bytes, resized
 from ..memory.fake_pass import fake_mode, make_fake, needs_values, run_pass, silent_logger
 from ..memory.find_micro_batch import available_bytes
+from ..memory.gpu_operations import counted_on, operations_of
 from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
-from ..memory.probe import LARGER, Question, make_on_meta, probe, weight_facts
+from ..memory.probe import Question, make_on_meta, probe, weight_facts
 from ..memory.user_code import describe, errors_of_user
 from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
-from .batches import Batches, batch_bytes, resized
 from .marks import Marks, find_marks
 from .pipeline_cut import why_not_cut
 from .record import PassRecorder, record
@@ -60,7 +60,7 @@ def analyse(
         loss: from what the model returns, and the batch (of a pair the targets), to a scalar; by default the sum
             of what it returns.
         optimizer: a name as in ``farandole estimate``.
-        device: "cpu" or "cuda": whose operations are counted.
+        device: "cpu" or "cuda": whose operations are counted. GPUs may be missing here; see `operations_of`.
         measure: whether each distinct unit is also run for real on this machine, forward and backward, for its
             seconds: two of the blocks that are alike, whose parameters are random if not all fit.
         threads: compute threads while measuring: those that a rank would have; None: those of this process.
@@ -78,24 +78,25 @@ def analyse(
     states = optimizer_facts(optimizer, torch.float32, device)
     model = make_on_meta(make_model, notes)
     marks = find_marks(model)
+    runs_on = counted_on(device)
     try:
-        with fake_mode():
-            make_fake(model, device, None)
-            with torch.device(device):
+        with fake_mode(), operations_of(device):
+            make_fake(model, runs_on, None)
+            with torch.device(runs_on):
                 batch, samples = batches.example()
-            found = _TwoPasses(model, batch, samples, loss, device).record_folded(marks)
-        reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
-        small, large = (partial(resized, batch, samples, times * samples) for times in (1, LARGER))
-        answer = probe(Question(lambda: model, small, large, loss, optimizer, device, fold=True))
-        memory, why = answer.facts, answer.notes
+            found = _TwoPasses(model, batch, samples, loss, runs_on).record_folded(marks)
+            reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
+        answer = probe(Question(lambda: model, make_batch, loss, optimizer, device))
+        memory, why, failed = answer.facts, answer.notes, answer.failed
     except Exception as error:
         if not needs_values(error):
             raise
         notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
-        model, batch, samples = _make_real(make_model, batches, device)
-        found = _TwoPasses(model, batch, samples, loss, device).record(find_marks(model), {})
+        model, batch, samples = _make_real(make_model, batches, runs_on)
+        with operations_of(device):
+            found = _TwoPasses(model, batch, samples, loss, runs_on).record(find_marks(model), {})
         reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=False)
-        memory, why = _real_memory(model, batch, loss, optimizer, device)
+        memory, why, failed = _real_memory(model, batch, loss, optimizer, device)
     notes += [note for note in (*why, *found.notes) if note not in notes]
     parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))
     profile = ModelProfile(
@@ -104,6 +105,7 @@ def analyse(
         samples=samples,
         batch_bytes=batch_bytes(batch) / samples,
         memory=memory,
+        device=device,
         optimizer=optimizer,
         optimizer_state_bytes=states.state_bytes_per_element,
         optimizer_moved_bytes=12 + 2 * states.state_bytes_per_element,
@@ -112,6 +114,7 @@ def analyse(
         blocks=len(repeated_blocks(model)),
         can_be_cut=reason,
         tied=_tied(model),
+        failed=tuple(failed),
         notes=tuple(notes),
     )
     if measure:
@@ -208,12 +211,12 @@ def _make_real(make_model: Callable[[], nn.Module], batches: Batches, device: st
 
 def _real_memory(
     model: nn.Module, batch: Any, loss: Loss | None, optimizer: str, device: str
-) -> tuple[ModelFacts, list[str]]:
-    """Return the memory of a model that is run for real, and notes. Its parameters end in another precision."""
+) -> tuple[ModelFacts, list[str], list[tuple[str, str]]]:
+    """Return the memory of a model that is run for real, notes, and what fails. Its parameters get other types."""
     weights: dict[str, WeightFacts] = {}
     states: dict[str, OptimizerFacts] = {}
     activations: dict[tuple[str, str], ActivationFacts] = {}
-    notes = []
+    notes, failed = [], []
     for precision in PRECISIONS:
         kind = weight_type(precision)
         model.to(dtype=kind)
@@ -221,10 +224,11 @@ def _real_memory(
         states[precision] = optimizer_facts(optimizer, kind or torch.float32, device)
         for recompute in RECOMPUTE:
             try:
-                with recomputed(model, recompute):
+                with recomputed(model, recompute), operations_of(device):
                     activations[precision, recompute] = run_pass(
-                        model, batch_in(kind, batch), loss, device=device, precision=precision
+                        model, batch_in(kind, batch), loss, device=counted_on(device), precision=precision
                     )
             except Exception as error:  # what a model cannot do in another precision, the planner does not propose
                 notes.append(f"activations are unknown in {precision}, recompute {recompute}: {describe(error)}")
-    return ModelFacts(weights, states, activations), notes
+                failed.append((precision, recompute))
+    return ModelFacts(weights, states, activations), notes, failed

@@ -17,6 +17,7 @@ from ...parallel.optim.disk_states import KINDS
 from ...plan.answer.by_degrees import DividedModel
 from ...plan.memory import memory_of
 from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
+from ..memory.batches import SAMPLES, Batches
 from ..memory.optimizers import OPTIMIZERS
 from ..memory.probe import Question, probe
 from ..memory.shapes import read_shape, zeros_of
@@ -27,8 +28,6 @@ from .analyse import analyse
 
 def estimate(request: EstimateRequest) -> Estimate:
     """Return what is known about a training. Raises `ConfigError` for input that is not usable."""
-    if request.device == "cuda" and not torch.backends.cuda.is_built():
-        raise ConfigError("--device cuda: this torch is built without CUDA", remedy="leave --device out")
     question = Question(
         make_model=load_function(request.model, what="the model"),
         make_batch=_make_batch(request),
@@ -42,6 +41,8 @@ def estimate(request: EstimateRequest) -> Estimate:
         if request.degrees:
             return replace(_divided(request, question), process=process)
         answer = probe(question)
+    if question.make_batch is not None and Batches(question.make_batch).takes_samples:
+        answer.notes.append(f"--batch takes the number of samples: these are bytes for {SAMPLES} of them")
     memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
     has_states = all(each.state_bytes_per_element for each in answer.facts.optimizer.values())
     goes_to_disk = has_states and OPTIMIZERS[request.optimizer].kind in KINDS and request.device == "cpu"

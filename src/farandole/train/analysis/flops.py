@@ -1,4 +1,4 @@
-"""FLOPs of operations, by torch's formulas and for what it lacks: attention on the CPU, recurrent layers."""
+"""FLOPs of calls, by torch's formulas and for what it lacks: attention on the CPU, recurrent layers, experts."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ def _attention_backward(args: Sequence[Any], _: Any) -> float:
     return float(scores * (3 * query.shape[-1] + 2 * value.shape[-1]))
 
 
+def _grouped(args: Sequence[Any], _: Any) -> float:
+    """Groups of rows, or of columns, each with a matrix of its own; or two batches of matrices."""
+    rows, matrices = args[:2]
+    several = rows.shape[0] if rows.dim() == matrices.dim() == 3 else 1
+    return float(2.0 * several * rows.shape[-2:].numel() * matrices.shape[-1])
+
+
 def _recurrent(args: Sequence[Any], _: Any) -> float:
     """One layer and direction: (input, w_ih, w_hh, ...), input (tokens, batch, features)."""
     tokens, inputs, hidden = args[0], args[1], args[2]
@@ -55,6 +62,7 @@ def _recurrent_backward(args: Sequence[Any], out: Any) -> float:
 _OWN: dict[Any, Callable[[Sequence[Any], Any], float]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _ATEN._grouped_mm: _grouped,
     _ATEN.mkldnn_rnn_layer: _recurrent,
     _ATEN.mkldnn_rnn_layer_backward: _recurrent_backward,
 }

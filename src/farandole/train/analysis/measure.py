@@ -33,11 +33,11 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes
 from ...plan.model.profile import ModelProfile, ModelUnit, UnitTimes
 from ..memory.alike import foldable, skipped
+from ..memory.batches import Batches
 from ..memory.find_micro_batch import available_bytes
 from ..memory.probe import make_on_meta
 from ..memory.user_code import errors_of_user
 from ..memory.user_pass import Loss, batch_in, forward_loss
-from .batches import Batches
 from .neighbours import neighbours
 from .spans import PassSpans
 from .units import UnitPart, find_parts

@@ -113,6 +113,8 @@ class PassRecorder(TorchDispatchMode):
         for each in inputs:
             self._note_use(each)
         span.forward_flops += flops
+        if func.overloadpacket is torch.ops.aten._grouped_mm:
+            span.uncast_flops += flops
         if self._inside["expert"]:
             span.experts.flops += flops
         is_between = self._inside["region"] and not self._inside["linear"] and _is_attention(func)

@@ -68,6 +68,7 @@ class PassSpan:
     """Shapes and types of the tensors it was called with."""
     forward_flops: float = 0.0
     backward_flops: float = 0.0
+    uncast_flops: float = 0.0
     operations: int = 0
     moved_bytes: float = 0.0
     saved_bytes: float = 0.0

@@ -155,6 +155,7 @@ class UnitMaker:
             output_bytes=self._output(members, after) / self._samples,
             forward_flops=figures["forward_flops"],
             backward_flops=figures["backward_flops"],
+            uncast_flops=self._mean(spans, weights, lambda span: span.uncast_flops),
             moved_bytes=figures["moved_bytes"],
             saved_bytes=figures["saved_bytes"],
         )

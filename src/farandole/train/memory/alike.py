@@ -37,10 +37,10 @@ class NotAlikeError(FarandoleError):
 
 
 def activations_of(
-    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str, fold: bool,
+    model: nn.Module, batch: Any, loss: Loss | None, *, device: str, precision: str,
     keeps_casts: bool = True, larger: LargerBatch | None = None,
 ) -> ActivationFacts:  # fmt: skip
-    """Return `run_pass`; with `fold` from passes through some of the alike blocks, if these agree.
+    """Return `run_pass`, from passes through some of the alike blocks, if these agree.
 
     Bytes grow by the same for each block. The moment at which most is alive stays the same one if no other grows
     by more: if the peak grows by what is saved, and by the weights of a block that autocast converts. If it grows
@@ -49,7 +49,7 @@ def activations_of(
 
     `keeps_casts`: blocks keep what is converted, as they do unless they are computed again.
     """
-    run = [block for _, block in longest_run(model)] if fold else []
+    run = [block for _, block in longest_run(model)]
     one_pass = partial(run_pass, model, batch, loss, device=device, precision=precision, larger=larger)
     if len(run) >= _FEWEST:
         converted = _converted_bytes(run[0]) if precision == "bf16" and keeps_casts else 0

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...core.vocabulary.errors import ConfigError
 from ...plan.memory import ActivationFacts, Moment
 from .live_storages import LiveStorages
 from .user_code import errors_of_user
@@ -46,9 +47,29 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, _NEEDS_VALUES) or _NO_VALUES.search(str(error)) is not None
 
 
-def fake_mode() -> FakeTensorMode:
-    """Return a mode in which tensors are made without memory. Real tensors that operations meet become fake."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
+@contextlib.contextmanager
+def fake_mode() -> Iterator[None]:
+    """Make tensors without memory inside. Real tensors that operations meet become fake."""
+    shapes = torch.library.Library("aten", "IMPL")
+    try:
+        shapes.impl("_grouped_mm", _grouped_products, "Meta")
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        shapes._destroy()
+
+
+def _grouped_products(
+    rows: torch.Tensor, matrices: torch.Tensor, ends: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None, dtype: torch.dtype | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Return what `torch._grouped_mm` does, as of experts, of any type: torch itself fakes it in bf16 alone."""
+    size = [rows.shape[-2], matrices.shape[-1]]
+    if rows.dim() == matrices.dim() == 3:
+        size = [rows.shape[0], *size]
+    elif rows.dim() == matrices.dim() and ends is not None:
+        size = [ends.shape[0], *size]
+    return rows.new_empty(size, dtype=dtype)
 
 
 def make_fake(model: nn.Module, device: str, dtype: torch.dtype | None) -> None:
@@ -102,7 +123,10 @@ def run_pass(
     """
     saved, history = _heights(model, batch, loss, device, precision)
     if larger is not None:
-        more, others = _heights(model, larger.batch, loss, device, precision)
+        try:
+            more, others = _heights(model, larger.batch, loss, device, precision)
+        except ConfigError:  # more than one dimension counts the samples
+            more, others = saved, []
         if len(others) == len(history):  # the same operations
             saved = _told_apart(saved, more, larger.times)
             history = [_told_apart(one, two, larger.times) for one, two in zip(history, others, strict=True)]

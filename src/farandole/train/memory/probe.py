@@ -27,7 +27,9 @@ from ...plan.memory import (
     WeightFacts,
 )
 from .alike import activations_of
+from .batches import Batches, resized
 from .fake_pass import LargerBatch, fake_mode, make_fake, needs_values
+from .gpu_operations import counted_on, operations_of
 from .optimizers import optimizer_facts
 from .user_code import describe, errors_of_user
 from .user_pass import Loss, batch_in, recomputed, weight_type
@@ -41,19 +43,16 @@ class Question:
     """The training that is asked about."""
 
     make_model: Callable[[], nn.Module]
-    make_batch: Callable[[], Any] | None = None
-    """Returns the batch of a rank; None: activations stay unknown."""
-    make_larger: Callable[[], Any] | None = None
-    """Returns a batch `LARGER` times as large; None: it is not asked what grows with the batch."""
+    make_batch: Callable[..., Any] | None = None
+    """Returns the batch of a rank, as `Batches` takes it; None: activations stay unknown."""
     loss: Loss | None = None
     optimizer: str = "adamw"
     device: str = "cpu"
+    """Whose operations are counted."""
     precisions: Sequence[str] = PRECISIONS
     recompute: Sequence[str] = RECOMPUTE
     lighter: Sequence[tuple[str, str]] = ()
     """Precisions and recomputations for which the model is also run frozen: with adapters, and in few bits."""
-    fold: bool = False
-    """Whether passes run some of the blocks that are alike, and their figures are carried on to all."""
 
 
 @dataclass
@@ -64,6 +63,8 @@ class Answer:
     parameters: int = 0
     """Elements of all parameters."""
     blocks: int = 0
+    failed: list[tuple[str, str]] = field(default_factory=list)
+    """Precisions and recomputations in which a pass failed, if not in all."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -80,10 +81,27 @@ def probe(question: Question) -> Answer:
         for precision in question.precisions
     }
     answer.facts = ModelFacts(weights, optimizer, activations)
+    with operations_of(question.device):
+        _probe_passes(question, answer, weights, activations)
+    if question.make_batch is None:
+        _note(answer, "activations are unknown: give the batch of a rank with --input or --batch")
+    if not answer.blocks and "blocks" in question.recompute:
+        _note(
+            answer,
+            "the model has no repeated blocks, so there is nothing to recompute, and stage 3 gathers it all: let "
+            "an nn.ModuleList hold its layers, each a module of its own or an nn.Sequential",
+        )
+    return answer
+
+
+def _probe_passes(
+    question: Question, answer: Answer, weights: dict[str, WeightFacts],
+    activations: dict[tuple[str, str], ActivationFacts],
+) -> None:  # fmt: skip
     for precision in question.precisions:
         model = make_on_meta(question.make_model, answer.notes)
         with fake_mode():
-            make_fake(model, question.device, weight_type(precision))
+            make_fake(model, counted_on(question.device), weight_type(precision))
             weights[precision] = weight_facts(model)
             answer.parameters = sum(parameter.numel() for parameter in model.parameters())
             answer.blocks = len(repeated_blocks(model))
@@ -94,17 +112,9 @@ def probe(question: Question) -> Answer:
     lighter: dict[str, _Lighter] = {}
     for precision, recompute in question.lighter:
         _probe_lighter(question, (precision, recompute), answer, lighter)
+    optimizer = answer.facts.optimizer
     found = {name: ModelFacts(each.weights, optimizer, each.activations) for name, each in lighter.items()}
     answer.facts = replace(answer.facts, lighter=found)
-    if question.make_batch is None:
-        _note(answer, "activations are unknown: give the batch of a rank with --input or --batch")
-    if not answer.blocks and "blocks" in question.recompute:
-        _note(
-            answer,
-            "the model has no repeated blocks, so there is nothing to recompute, and stage 3 gathers it all: let "
-            "an nn.ModuleList hold its layers, each a module of its own or an nn.Sequential",
-        )
-    return answer
 
 
 def weight_facts(model: nn.Module) -> WeightFacts:
@@ -170,18 +180,26 @@ def _run_passes(
 ) -> None:
     assert question.make_batch is not None, "without a batch there is no pass"
     precision, recompute = setting
+    device = counted_on(question.device)
     try:
-        with errors_of_user("making the batch"), torch.device(question.device):
-            batch = batch_in(weight_type(precision), question.make_batch())
-            larger = None
-            if question.make_larger is not None:
-                larger = LargerBatch(batch_in(weight_type(precision), question.make_larger()), LARGER)
+        with torch.device(device):
+            batch, samples = Batches(question.make_batch).example()
+            batch = batch_in(weight_type(precision), batch)
+            larger = LargerBatch(resized(batch, samples, LARGER * samples), LARGER)
         with recomputed(model, recompute):
             activations[setting] = activations_of(
                 model, batch, question.loss,
-                device=question.device, precision=precision, fold=question.fold, larger=larger,
+                device=device, precision=precision, larger=larger,
                 keeps_casts=recompute != "blocks",
             )  # fmt: skip
+    except ConfigError as problem:
+        if setting == (PRECISIONS[0], RECOMPUTE[0]):
+            raise
+        answer.failed.append(setting)
+        cached = getattr(getattr(model, "config", None), "use_cache", False)
+        hint = "; a cache grows where a block runs again: use_cache=False" if cached else ""
+        what = precision if recompute == RECOMPUTE[0] else f"recompute = {recompute!r}"
+        _note(answer, f"{what} is left out, as {problem.message}{hint}")
     except Exception as error:
         if not needs_values(error):
             raise
@@ -200,7 +218,7 @@ def _probe_lighter(
     for codec in (NONE, *FORMS):
         model = make_on_meta(question.make_model, answer.notes)
         with fake_mode():
-            make_fake(model, question.device, weight_type(setting[0]))
+            make_fake(model, counted_on(question.device), weight_type(setting[0]))
             names = []
             if all(each.requires_grad for each in model.parameters()):
                 layers = adaptable(model, ADAPTER_RANK)

@@ -203,7 +203,7 @@ def _profile(
             remedy="give a function for the model and one for its batch (plan --batch), or a profile (--profile)",
         )
     make: Callable[[], nn.Module] = model
-    where = as_a_rank_of(cluster) if chosen.measure else {}
+    where = as_a_rank_of(cluster) if chosen.measure else {"device": cluster.operations}
     found = analyse(make, batch, loss=loss, optimizer=chosen.optimizer, measure=chosen.measure, **where)
     return found if loss is not None else replace(found, notes=(*found.notes, _NO_LOSS))
 

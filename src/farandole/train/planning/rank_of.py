@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...comm.device.accelerator import GPU, gpu_count
+from ...comm.device.accelerator import gpu_count
 from ...core.cluster.cluster import Cluster
 from ...core.vocabulary.errors import ConfigError
 
@@ -17,10 +17,10 @@ def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
     """
     if not cluster.on_cpus:
         refuse_without_gpu(cluster, "measure")
-        return {"device": GPU}
+        return {"device": cluster.operations}
     threads = cluster.fingerprint.get("threads", "")
     return {
-        "device": "cpu",
+        "device": cluster.operations,
         "threads": max(1, int(threads)) if threads.isdecimal() else None,
         "neighbours": cluster.tiers[0].ranks - 1 if cluster.tiers else 0,
     }

@@ -30,7 +30,7 @@ from ...comm.device.accelerator import peak_bytes, synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.apply import plan_of
-from ..analysis.batches import Batches, as_inputs
+from ..memory.batches import Batches, as_inputs
 from ..memory.optimizers import make_optimizer
 from ..memory.trial import set_limit
 from ..memory.user_code import errors_of_user, load_function

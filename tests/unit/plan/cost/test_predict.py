@@ -22,7 +22,8 @@ from farandole.plan.cost.bucket_table import BucketKind, BucketTable
 from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.cost.rates import Rates
-from farandole.plan.cost.stages import pipeline_step
+from farandole.plan.cost.shards import sharded_units
+from farandole.plan.cost.stages import StageUnits, pipeline_step
 from farandole.plan.model.profile import ModelProfile
 from tests.unit.plan.cost.cases import cluster_of, transformer, with_tiers
 
@@ -306,6 +307,47 @@ def test_what_cannot_be_is_refused(keys: dict[str, Any], ranks: int, batch: int,
     with pytest.raises(PlanError) as raised:
         predict(profile, cluster_of(4, RANKS), Candidate(Plan(**keys), ranks, batch))
     assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+def test_a_profile_of_another_device_is_named() -> None:
+    plain, candidate = transformer(layers=8, hidden=128, sequence=64, heads=8), Candidate(Plan(), RANKS, BATCH)
+    for name, device, is_other in (
+        ("cpu", "cpu", False), ("cpu", "cuda", True), ("gpu", "cuda", False), ("gpu", "cpu", True),
+        ("gpu", "", False),
+    ):  # fmt: skip
+        found = predict(replace(plain, device=device), cluster_of(4, RANKS, name=name), candidate)
+        said = [each for each in found.warnings if "analyse the model again for this cluster" in each]
+        assert len(said) == is_other, (name, device, found.warnings)
+
+
+def test_what_autocast_leaves_in_float32_is_computed_and_gathered_so() -> None:
+    plain = transformer(layers=8, hidden=128, sequence=64, heads=8, experts=4)
+
+    def left(share: float) -> ModelProfile:
+        units = [replace(each, uncast_flops=share * (each.count > 1) * each.forward_flops) for each in plain.units]
+        return replace(plain, units=tuple(units))
+
+    def computing(profile: ModelProfile, **keys: Any) -> float:
+        cluster, candidate = cluster_of(4, RANKS), Candidate(Plan(**keys), RANKS, BATCH)
+        return predict(profile, cluster, candidate, interval=False).terms["compute"]
+
+    wide, narrow = computing(plain), computing(plain, precision="bf16")
+    blocks = sum(each.count * each.forward_flops for each in plain.units if each.count > 1)
+    share = blocks / sum(each.count * each.forward_flops for each in plain.units)
+    flops_seconds = 2 * (wide - narrow)  # of fp32; at least, as 16 bits are also moved faster
+    more = computing(left(0.5), precision="bf16") - narrow
+    assert more == pytest.approx(0.25 * share * flops_seconds, rel=0.2), (wide, narrow, more)
+    for keys in ({}, {"precision": "bf16", "bf16_parameters": True}):
+        assert computing(left(0.5), **keys) == computing(plain, **keys), "nothing is cast"
+    layout = RunLayout.of(Candidate(Plan(zero=3, precision="bf16"), RANKS, BATCH), 4)
+    experts = sum(each.nbytes for each in plain.units[1].gradients if each.divided_by == "expert")
+    stage = StageUnits([(1, 8)])
+    (cast,), (uncast,) = (sharded_units(each, stage, layout) for each in (plain, left(0.5)))
+    assert experts > 0
+    assert uncast.nbytes == cast.nbytes
+    assert uncast.gathered_bytes - cast.gathered_bytes >= experts // 2, "4 bytes an element, not 2"
+    said = predict(left(0.5), cluster_of(4, RANKS), Candidate(Plan(precision="bf16"), RANKS, BATCH)).warnings
+    assert any("experts of layers.0 compute in float32" in each for each in said), said
 
 
 def test_units_without_a_recipe_stay_whole_and_are_named() -> None:

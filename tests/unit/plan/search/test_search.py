@@ -110,6 +110,22 @@ def test_within_three_percent_the_fewest_kinds_of_parallelism_are_chosen(gain: f
     assert least.best.prediction.peak_bytes == min(each.peak_bytes for each in least.points), "memory is exact"
 
 
+def test_what_no_pass_could_run_is_not_proposed() -> None:
+    """A model that fails in another type, or where blocks run again."""
+    profile = replace(make_profile(blocks=3), failed=(("bf16", "blocks"),))
+
+    def tried(**changed: Any) -> set[tuple[str, Any]]:
+        request = SearchRequest(4, 16, effort=100_000, precisions=("fp32", "bf16"), **changed)
+        found = find(SearchQuestion(profile, make_cluster(ranks=4), request, predict_plainly, LIMIT))
+        return {(each.candidate.plan.precision, each.candidate.plan.recompute) for each in found.options}
+
+    assert {("bf16", "none"), ("fp32", "blocks")} <= tried()
+    assert ("bf16", "blocks") not in tried()
+    assert tried(fixed={"recompute": "blocks"}) == {("fp32", "blocks")}
+    with pytest.raises(PlanError, match=r"its pass fails in fp16, recompute = 'blocks'"):
+        tried(fixed={"recompute": "blocks", "precision": "fp16"})
+
+
 @pytest.mark.parametrize(("fixed", "least"), [({}, 60), ({"offload": "disk", "offload_directory": "states"}, 10)])
 def test_floors_are_below_predictions(fixed: dict[str, Any], least: int) -> None:
     """No layout takes or holds less than its floor says, by the real cost model."""

@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.vocabulary.errors import ConfigError
-from ..memory.user_code import errors_of_user
+from .user_code import errors_of_user
 
 SAMPLES = 2
 """Samples of the example batch, where the function takes a number."""
@@ -61,13 +61,19 @@ def samples_of(batch: Any) -> int:
 
 
 def resized(batch: Any, before: int, samples: int) -> Any:
-    """Return `batch` with `samples` instead of `before`, in every tensor whose first dimension these are."""
+    """Return `batch` with `samples` instead of `before`, in every tensor whose first dimension these are.
+
+    What is there twice, such as ids that are labels too, is one tensor again.
+    """
+    made: dict[int, torch.Tensor] = {}
 
     def resize(each: Any) -> Any:
         if not isinstance(each, torch.Tensor) or not each.dim() or each.shape[0] != before:
             return each
         times = -(-samples // before)
-        return (torch.cat([each] * times) if times > 1 else each)[:samples].clone()
+        if id(each) not in made:
+            made[id(each)] = (torch.cat([each] * times) if times > 1 else each)[:samples].clone()
+        return made[id(each)]
 
     return tree_map(resize, batch)
 
