@@ -192,6 +192,8 @@ class ModelFacts:
     """By precision and recomputation. One that is missing is unknown."""
     lighter: Mapping[str, ModelFacts] = field(default_factory=dict)
     """The same model frozen, with adapters or stored in few bits, by the name of what was done."""
+    failed: tuple[tuple[str, str], ...] = ()
+    """Precisions and recomputations in which a pass failed, although others ran."""
 
 
 class Setting(NamedTuple):

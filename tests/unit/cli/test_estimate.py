@@ -59,6 +59,9 @@ def no_gradient():
     return nn.Flatten()
 
 number = 7
+
+def of_samples(samples):
+    return torch.zeros(samples, 64)
 """
 
 
@@ -100,6 +103,17 @@ def test_json_has_every_combination(capsys: pytest.CaptureFixture[str]) -> None:
         assert row["total_bytes"] == row["process_bytes"] + sum(parts), row
         assert row["process_bytes"] == PROCESS.resident_bytes
         assert row["activations_bytes"] > 0, row
+
+
+@pytest.mark.usefixtures("here")
+def test_a_gpu_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
+    """What a step of the optimizer takes is of all tensors at once there."""
+    words = ("training_of_test:make_model", "--batch", "training_of_test:of_samples", "--stage", "0")
+    found = {device: answer(capsys, *words, "--device", device) for device in ("cpu", "cuda")}
+    temporary = {name: each["rows"][0]["temporary_bytes"] for name, each in found.items()}
+    assert temporary["cuda"] > temporary["cpu"]
+    for each in found.values():
+        assert "--batch takes the number of samples: these are bytes for 2 of them" in each["notes"]
 
 
 FROZEN = """

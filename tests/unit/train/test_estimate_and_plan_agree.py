@@ -64,7 +64,10 @@ LONG: dict[str, Model] = {
         lambda: LanguageModel(depth=BLOCKS, context=32), lambda: torch.zeros(2, 32, dtype=torch.int64), None
     ),
     "llama": (of_transformers("LlamaForCausalLM", "LlamaConfig", **SIZES), labelled, loss_of),
-    "qwen3": (of_transformers("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, **SIZES), labelled, loss_of),
+    "qwen3": (
+        of_transformers("Qwen3ForCausalLM", "Qwen3Config", head_dim=16, num_key_value_heads=2, **SIZES), labelled,
+        loss_of,
+    ),
     "bert": (of_transformers("BertForMaskedLM", "BertConfig", **SIZES), labelled, loss_of),
     "gpt2": (
         of_transformers("GPT2LMHeadModel", "GPT2Config", n_layer=BLOCKS, n_embd=WIDTH, n_head=4, vocab_size=256,

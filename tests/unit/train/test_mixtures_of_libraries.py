@@ -14,6 +14,7 @@ from farandole.plan.model.profile import ModelProfile
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.marks import find_marks
 from farandole.train.analysis.record import record
+from farandole.train.memory.batches import resized
 from farandole.train.memory.fake_pass import fake_mode
 from farandole.train.memory.probe import Question, probe
 
@@ -79,11 +80,37 @@ def test_what_fails_where_blocks_run_again_is_left_out() -> None:
             return x
 
     answer = probe(Question(Model, lambda: torch.ones(2, 8)))
-    assert set(answer.failed) == {(each, "blocks") for each in ("fp32", "bf16", "bf16-weights")}
+    assert set(answer.facts.failed) == {(each, "blocks") for each in ("fp32", "bf16", "bf16-weights")}
     assert ("fp32", "none") in answer.facts.activations
     assert ("fp32", "blocks") not in answer.facts.activations
     said = "recompute = 'blocks' is left out, as the backward pass raised"
     assert sum(said in each for each in answer.notes) == 1
+
+
+def test_a_batch_with_another_dimension_of_samples_is_not_told_apart() -> None:
+    """A larger batch fails, as one matrix has samples both ways: then all is taken to grow with the batch."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = edges @ self.layer(x)
+            return made
+
+    answer = probe(Question(Graph, lambda: (torch.ones(3, 8), torch.ones(3, 3))))
+    found = answer.facts.activations["fp32", "none"]
+    assert found.saved_bytes > 0
+    assert {each.fixed_bytes for each in found.moments} == {0}
+
+
+def test_what_a_batch_has_twice_is_one_tensor_in_a_larger_one() -> None:
+    ids, other = torch.zeros(2, 3), torch.ones(2, 3)
+    larger = resized({"ids": ids, "labels": ids, "other": other, "scale": torch.ones(5)}, 2, 6)
+    assert larger["ids"] is larger["labels"]
+    assert larger["other"] is not larger["ids"]
+    assert [tuple(each.shape) for each in larger.values()] == [(6, 3), (6, 3), (6, 3), (5,)]
 
 
 SIZES = {
@@ -135,7 +162,7 @@ def analysed(name: str, device: str) -> ModelProfile:
 def test_a_mixture_of_transformers_is_analysed_without_memory(name: str, device: str) -> None:
     profile = analysed(name, device)
     assert not any("run for real" in each for each in profile.notes), profile.notes
-    assert (profile.blocks, profile.failed, profile.device) == (4, (), device)
+    assert (profile.blocks, profile.memory.failed, profile.device) == (4, (), device)
     assert profile.parameters == sum(each.numel() for each in maker(name)().parameters())
     block = profile.units[-3]
     assert block.expert is not None

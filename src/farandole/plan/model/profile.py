@@ -169,8 +169,6 @@ class ModelProfile:
     """Why a pipeline cannot cut this model; empty: it can."""
     tied: tuple[str, ...] = ()
     """Parameters with several names, as in "embedding.weight = head.weight": stages may share them."""
-    failed: tuple[tuple[str, str], ...] = ()
-    """Precisions and recomputations in which its pass failed, although it runs in others."""
     notes: tuple[str, ...] = ()
     """What is not known: blocks without a recipe, operations without a count."""
     device: str = ""
@@ -180,7 +178,7 @@ class ModelProfile:
 
     def fails_in(self, precision: str, recompute: str) -> bool:
         """Whether a pass of the model failed so."""
-        return ("bf16" if precision == "fp16" else precision, recompute) in self.failed
+        return ("bf16" if precision == "fp16" else precision, recompute) in self.memory.failed
 
     @property
     def parameters(self) -> int:

@@ -87,7 +87,7 @@ def analyse(
             found = _TwoPasses(model, batch, samples, loss, runs_on).record_folded(marks)
             reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
         answer = probe(Question(lambda: model, make_batch, loss, optimizer, device))
-        memory, why, failed = answer.facts, answer.notes, answer.failed
+        memory, why = answer.facts, answer.notes
     except Exception as error:
         if not needs_values(error):
             raise
@@ -96,7 +96,7 @@ def analyse(
         with operations_of(device):
             found = _TwoPasses(model, batch, samples, loss, runs_on).record(find_marks(model), {})
         reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=False)
-        memory, why, failed = _real_memory(model, batch, loss, optimizer, device)
+        memory, why = _real_memory(model, batch, loss, optimizer, device)
     notes += [note for note in (*why, *found.notes) if note not in notes]
     parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))
     profile = ModelProfile(
@@ -114,7 +114,6 @@ def analyse(
         blocks=len(repeated_blocks(model)),
         can_be_cut=reason,
         tied=_tied(model),
-        failed=tuple(failed),
         notes=tuple(notes),
     )
     if measure:
@@ -211,8 +210,8 @@ def _make_real(make_model: Callable[[], nn.Module], batches: Batches, device: st
 
 def _real_memory(
     model: nn.Module, batch: Any, loss: Loss | None, optimizer: str, device: str
-) -> tuple[ModelFacts, list[str], list[tuple[str, str]]]:
-    """Return the memory of a model that is run for real, notes, and what fails. Its parameters get other types."""
+) -> tuple[ModelFacts, list[str]]:
+    """Return the memory of a model that is run for real, and notes. Its parameters end in another precision."""
     weights: dict[str, WeightFacts] = {}
     states: dict[str, OptimizerFacts] = {}
     activations: dict[tuple[str, str], ActivationFacts] = {}
@@ -231,4 +230,4 @@ def _real_memory(
             except Exception as error:  # what a model cannot do in another precision, the planner does not propose
                 notes.append(f"activations are unknown in {precision}, recompute {recompute}: {describe(error)}")
                 failed.append((precision, recompute))
-    return ModelFacts(weights, states, activations), notes, failed
+    return ModelFacts(weights, states, activations, failed=tuple(failed)), notes

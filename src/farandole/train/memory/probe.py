@@ -63,8 +63,6 @@ class Answer:
     parameters: int = 0
     """Elements of all parameters."""
     blocks: int = 0
-    failed: list[tuple[str, str]] = field(default_factory=list)
-    """Precisions and recomputations in which a pass failed, if not in all."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -108,7 +106,12 @@ def _probe_passes(
             if question.make_batch is None:
                 continue
             for recompute in question.recompute:
-                _run_passes(question, (precision, recompute), model, answer, activations)
+                try:
+                    _run_passes(question, (precision, recompute), model, answer, activations)
+                except ConfigError as problem:
+                    if (precision, recompute) == (question.precisions[0], question.recompute[0]):
+                        raise
+                    _leave_out(answer, (precision, recompute), model, problem)
     lighter: dict[str, _Lighter] = {}
     for precision, recompute in question.lighter:
         _probe_lighter(question, (precision, recompute), answer, lighter)
@@ -192,18 +195,19 @@ def _run_passes(
                 device=device, precision=precision, larger=larger,
                 keeps_casts=recompute != "blocks",
             )  # fmt: skip
-    except ConfigError as problem:
-        if setting == (PRECISIONS[0], RECOMPUTE[0]):
-            raise
-        answer.failed.append(setting)
-        cached = getattr(getattr(model, "config", None), "use_cache", False)
-        hint = "; a cache grows where a block runs again: use_cache=False" if cached else ""
-        what = precision if recompute == RECOMPUTE[0] else f"recompute = {recompute!r}"
-        _note(answer, f"{what} is left out, as {problem.message}{hint}")
     except Exception as error:
         if not needs_values(error):
             raise
         _note(answer, f"activations are unknown, as the model reads values of tensors: {describe(error)}")
+
+
+def _leave_out(answer: Answer, setting: tuple[str, str], model: nn.Module, problem: ConfigError) -> None:
+    precision, recompute = setting
+    answer.facts = replace(answer.facts, failed=(*answer.facts.failed, setting))
+    cached = getattr(getattr(model, "config", None), "use_cache", False)
+    hint = "; a cache grows where a block runs again: use_cache=False" if cached else ""
+    what = precision if recompute == RECOMPUTE[0] else f"recompute = {recompute!r}"
+    _note(answer, f"{what} is left out, as {problem.message}{hint}")
 
 
 class _Lighter(NamedTuple):

@@ -112,7 +112,8 @@ def test_within_three_percent_the_fewest_kinds_of_parallelism_are_chosen(gain: f
 
 def test_what_no_pass_could_run_is_not_proposed() -> None:
     """A model that fails in another type, or where blocks run again."""
-    profile = replace(make_profile(blocks=3), failed=(("bf16", "blocks"),))
+    plain = make_profile(blocks=3)
+    profile = replace(plain, memory=replace(plain.memory, failed=(("bf16", "blocks"),)))
 
     def tried(**changed: Any) -> set[tuple[str, Any]]:
         request = SearchRequest(4, 16, effort=100_000, precisions=("fp32", "bf16"), **changed)
