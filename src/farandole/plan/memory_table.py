@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from .memory import PRECISIONS, RECOMPUTE, STAGES, MemoryByCategory, Setting
@@ -46,6 +46,12 @@ class Choice:
     precisions: Sequence[str] = PRECISIONS
     recompute: Sequence[str] = RECOMPUTE
     ranks_per_host: int = 8
+
+    def without(self, failed: Collection[tuple[str, str]]) -> Choice:
+        """Return the choice without precisions that failed, and recomputations that fail in one of the others."""
+        precisions = [each for each in self.precisions if (each, RECOMPUTE[0]) not in failed]
+        recompute = [each for each in self.recompute if all((name, each) not in failed for name in precisions)]
+        return replace(self, precisions=precisions, recompute=recompute)
 
     def ends(self) -> list[tuple[str, str]]:
         """Return the first precision and recomputation, and the last ones."""

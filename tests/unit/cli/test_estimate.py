@@ -116,6 +116,31 @@ def test_a_gpu_need_not_be_here(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--batch takes the number of samples: these are bytes for 2 of them" in each["notes"]
 
 
+def test_settings_in_which_a_pass_fails_are_in_no_table(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (here / "wide_of_test.py").write_text("""
+import torch
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+    def forward(self, x):
+        if self.layer(x).dtype != torch.float32:
+            raise TypeError("float32 alone")
+        return self.layer(x)
+
+def make_model():
+    return Wide()
+""")
+    words = ("wide_of_test:make_model", "--input", "4,8")
+    found = answer(capsys, *words)
+    assert {row["precision"] for row in found["rows"]} == {"fp32"}
+    assert any(each.startswith("bf16 is left out, as") and "float32 alone" in each for each in found["notes"])
+    assert run(["estimate", *words, "--precision", "bf16"]) == 2
+    assert "bf16 is left out, as the forward pass raised TypeError: float32 alone" in capsys.readouterr().err
+
+
 FROZEN = """
 import torch
 from torch import nn

@@ -102,6 +102,47 @@ def test_autocast_computes_more_in_fp32_on_a_gpu(device: str) -> None:
     assert (x**2).dtype == torch.bfloat16
 
 
+def test_a_sum_in_float32_copies_nothing() -> None:
+    with operations_of("cuda"), torch.autocast("cpu", torch.bfloat16):
+        x = functional.linear(torch.ones(64, 64), torch.ones(64, 64, requires_grad=True))
+        live = LiveStorages([x])
+        with live:
+            made = (x.sum(), x.sum(0), x.softmax(-1), torch.softmax(x, -1, None), x.cumsum(0))
+        assert {each.dtype for each in made} == {torch.float32}
+        assert live.peak_bytes == sum(each.nbytes for each in made), "no float32 copy of the input"
+        ids = torch.ones(4, 4, dtype=torch.int64)
+        assert ids.sum().dtype == torch.int64, "numbers that are no floats are left alone"
+
+
+def test_attention_of_other_shapes_is_products_on_a_gpu_too() -> None:
+    """Without heads as a dimension of their own no kernel takes it: with dropout a mask of all scores is kept."""
+
+    def kept(dropout: float) -> int:
+        with operations_of("cuda"):
+            x = torch.ones(SAMPLES, TOKENS, WIDTH, requires_grad=True)
+            live = LiveStorages([x])
+            with live:
+                made = functional.scaled_dot_product_attention(x, x, x, dropout_p=dropout)
+            assert made.requires_grad
+            return live.live_bytes
+
+    assert kept(0.1) >= kept(0.0) + SAMPLES * TOKENS * TOKENS
+
+
+def test_norms_of_equal_numbers_are_numbers() -> None:
+    with operations_of("cuda"):
+        assert functional.rms_norm(torch.ones(2, 8), [8]).isfinite().all()
+
+
+def test_a_second_time_inside_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
+    with operations_of("cuda"):
+        with operations_of("cuda"):
+            assert not is_usual()
+        assert not is_usual()
+    assert is_usual()
+    assert not recwarn.list
+
+
 def is_usual() -> bool:
     x = torch.randn(64, 64)
     ones = torch.ones(1, 1, 8, 8)

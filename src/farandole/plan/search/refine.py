@@ -61,6 +61,7 @@ def refined(
         plan.recompute == Plan.recompute
         and "recompute" not in fixed
         and option.prediction.peak_bytes > limit_bytes
+        and not profile.fails_in("bf16-weights" if plan.bf16_parameters else plan.precision, "blocks")
     ):
         yield from _recomputing(layers, option, limit_bytes)
 

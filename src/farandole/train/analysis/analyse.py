@@ -215,7 +215,7 @@ def _real_memory(
     weights: dict[str, WeightFacts] = {}
     states: dict[str, OptimizerFacts] = {}
     activations: dict[tuple[str, str], ActivationFacts] = {}
-    notes, failed = [], []
+    notes = []
     for precision in PRECISIONS:
         kind = weight_type(precision)
         model.to(dtype=kind)
@@ -223,11 +223,10 @@ def _real_memory(
         states[precision] = optimizer_facts(optimizer, kind or torch.float32, device)
         for recompute in RECOMPUTE:
             try:
-                with recomputed(model, recompute), operations_of(device):
+                with recomputed(model, recompute, draws_again=True), operations_of(device):
                     activations[precision, recompute] = run_pass(
                         model, batch_in(kind, batch), loss, device=counted_on(device), precision=precision
                     )
             except Exception as error:  # what a model cannot do in another precision, the planner does not propose
                 notes.append(f"activations are unknown in {precision}, recompute {recompute}: {describe(error)}")
-                failed.append((precision, recompute))
-    return ModelFacts(weights, states, activations, failed=tuple(failed)), notes
+    return ModelFacts(weights, states, activations), notes

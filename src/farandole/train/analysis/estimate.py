@@ -15,7 +15,7 @@ from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.optim.disk_states import KINDS
 from ...plan.answer.by_degrees import DividedModel
-from ...plan.memory import memory_of
+from ...plan.memory import ModelFacts, memory_of
 from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
 from ..memory.batches import SAMPLES, Batches
 from ..memory.optimizers import OPTIMIZERS
@@ -41,6 +41,7 @@ def estimate(request: EstimateRequest) -> Estimate:
         if request.degrees:
             return replace(_divided(request, question), process=process)
         answer = probe(question)
+    request = _without_failed(request, answer.facts, answer.notes)
     if question.make_batch is not None and Batches(question.make_batch).takes_samples:
         answer.notes.append(f"--batch takes the number of samples: these are bytes for {SAMPLES} of them")
     memory = partial(memory_of, answer.facts, ranks_per_host=request.choice.ranks_per_host)
@@ -54,6 +55,14 @@ def estimate(request: EstimateRequest) -> Estimate:
     return Estimate(
         request, answer.facts, answer.parameters, answer.blocks, answer.notes, memory, process, lighter
     )
+
+
+def _without_failed(request: EstimateRequest, facts: ModelFacts, notes: Sequence[str]) -> EstimateRequest:
+    """Return the request without settings in which a pass fails. Raises `ConfigError` if none is left."""
+    choice = request.choice.without(facts.failed)
+    if not choice.precisions or not choice.recompute:
+        raise ConfigError("; ".join(note for note in notes if "is left out, as" in note))
+    return replace(request, choice=choice)
 
 
 def process_before_model() -> ProcessMemory:
@@ -73,6 +82,7 @@ def _divided(request: EstimateRequest, question: Question) -> Estimate:
     )  # fmt: skip
     divided = DividedModel(profile, request.degrees, request.choice.ranks_per_host)
     divided.refuse([request.np, *request.ranks])
+    request = _without_failed(request, profile.memory, profile.notes)
     choice, notes = divided.possible(request.choice, request.np)
     parameters = profile.memory.weights["bf16-weights"].weight_bytes // torch.bfloat16.itemsize
     return Estimate(

@@ -113,7 +113,7 @@ class PassRecorder(TorchDispatchMode):
         for each in inputs:
             self._note_use(each)
         span.forward_flops += flops
-        if func.overloadpacket is torch.ops.aten._grouped_mm:
+        if func.overloadpacket is torch.ops.aten._grouped_mm and inputs[0].dtype == torch.float32:
             span.uncast_flops += flops
         if self._inside["expert"]:
             span.experts.flops += flops

@@ -26,9 +26,13 @@ class Batches:
 
     def example(self, samples: int = SAMPLES) -> tuple[Any, int]:
         """Return a batch and its number of samples: `samples`, or what a function without arguments gives."""
-        with errors_of_user("making the batch"):
-            batch = self._make(samples) if self.takes_samples else self._make()
+        batch = self.made(samples)
         return batch, samples_of(batch)
+
+    def made(self, samples: int = SAMPLES) -> Any:
+        """Return what the function returns, which may be no tensors that count samples."""
+        with errors_of_user("making the batch"):
+            return self._make(samples) if self.takes_samples else self._make()
 
     def of(self, samples: int) -> Any:
         """Return a batch of `samples`: the example's samples again and again if the function takes no number."""

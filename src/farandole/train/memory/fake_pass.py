@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...core.vocabulary.errors import ConfigError
 from ...plan.memory import ActivationFacts, Moment
 from .live_storages import LiveStorages
 from .user_code import errors_of_user
@@ -52,7 +51,7 @@ def fake_mode() -> Iterator[None]:
     """Make tensors without memory inside. Real tensors that operations meet become fake."""
     shapes = torch.library.Library("aten", "IMPL")
     try:
-        shapes.impl("_grouped_mm", _grouped_products, "Meta")
+        shapes.impl("_grouped_mm", _grouped_products, "Meta", allow_override=True)
         with FakeTensorMode(allow_non_fake_inputs=True):
             yield
     finally:
@@ -125,7 +124,7 @@ def run_pass(
     if larger is not None:
         try:
             more, others = _heights(model, larger.batch, loss, device, precision)
-        except ConfigError:  # more than one dimension counts the samples
+        except Exception:  # such as where two dimensions count the samples: then nothing is told apart
             more, others = saved, []
         if len(others) == len(history):  # the same operations
             saved = _told_apart(saved, more, larger.times)
@@ -147,7 +146,7 @@ _HIGHEST: tuple[Callable[[_Height], _Height], ...] = (
 def _told_apart(one: _Height, two: _Height, times: int) -> _Height:
     alive = one[0]
     grown = round((two[0] - alive) / (times - 1))
-    return alive, alive - min(alive, max(0, grown))
+    return alive, max(one[1], alive - min(alive, max(0, grown)))
 
 
 def _heights(
@@ -161,15 +160,17 @@ def _heights(
     for tensor in tree_leaves(batch):
         if isinstance(tensor, torch.Tensor):
             live.count(tensor)
-    with live, silent_logger():
-        with errors_of_pass(passes_of(loss)):
-            scalar = forward_loss(model, batch, loss, device=device, precision=precision)
-        saved = live.live_bytes, live.copy_bytes
-        with errors_of_pass("the backward pass"):
-            scalar.backward()
-    for hook in hooks:
-        hook.remove()
-    model.zero_grad(set_to_none=True)
+    try:
+        with live, silent_logger():
+            with errors_of_pass(passes_of(loss)):
+                scalar = forward_loss(model, batch, loss, device=device, precision=precision)
+            saved = live.live_bytes, live.copy_bytes
+            with errors_of_pass("the backward pass"):
+                scalar.backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad(set_to_none=True)
     return saved, live.history
 
 

@@ -27,7 +27,7 @@ from ...plan.memory import (
     WeightFacts,
 )
 from .alike import activations_of
-from .batches import Batches, resized
+from .batches import Batches, resized, samples_of
 from .fake_pass import LargerBatch, fake_mode, make_fake, needs_values
 from .gpu_operations import counted_on, operations_of
 from .optimizers import optimizer_facts
@@ -186,9 +186,8 @@ def _run_passes(
     device = counted_on(question.device)
     try:
         with torch.device(device):
-            batch, samples = Batches(question.make_batch).example()
-            batch = batch_in(weight_type(precision), batch)
-            larger = LargerBatch(resized(batch, samples, LARGER * samples), LARGER)
+            batch = batch_in(weight_type(precision), Batches(question.make_batch).made())
+            larger = _larger(batch)
         with recomputed(model, recompute):
             activations[setting] = activations_of(
                 model, batch, question.loss,
@@ -206,8 +205,17 @@ def _leave_out(answer: Answer, setting: tuple[str, str], model: nn.Module, probl
     answer.facts = replace(answer.facts, failed=(*answer.facts.failed, setting))
     cached = getattr(getattr(model, "config", None), "use_cache", False)
     hint = "; a cache grows where a block runs again: use_cache=False" if cached else ""
-    what = precision if recompute == RECOMPUTE[0] else f"recompute = {recompute!r}"
+    what = precision if recompute == RECOMPUTE[0] else f"{precision} with recompute = {recompute!r}"
     _note(answer, f"{what} is left out, as {problem.message}{hint}")
+
+
+def _larger(batch: Any) -> LargerBatch | None:
+    """Return a larger batch; None where samples cannot be counted, or not be joined."""
+    try:
+        samples = samples_of(batch)
+        return LargerBatch(resized(batch, samples, LARGER * samples), LARGER)
+    except Exception:  # objects of other libraries, and tensors that are not dense
+        return None
 
 
 class _Lighter(NamedTuple):

@@ -23,15 +23,21 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 @contextlib.contextmanager
-def recomputed(model: nn.Module, recompute: str) -> Iterator[None]:
-    """Apply one of `farandole.plan.memory.RECOMPUTE`: "blocks" keep their inputs, and compute the rest again."""
+def recomputed(model: nn.Module, recompute: str, *, draws_again: bool = False) -> Iterator[None]:
+    """Apply one of `farandole.plan.memory.RECOMPUTE`: "blocks" keep their inputs, and compute the rest again.
+
+    `draws_again`: with the same random numbers. Their state is small, and fake tensors have none.
+    """
     blocks = [module for _, module in repeated_blocks(model)] if recompute == "blocks" else []
     before = [vars(block).get("forward") for block in blocks]
     try:
         for block in blocks:
-            # The random state is small, and fake tensors have none.
             again = partial(
-                checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
+                checkpoint,
+                block.forward,
+                use_reentrant=False,
+                preserve_rng_state=draws_again,
+                context_fn=_contexts,
             )
             vars(block)["forward"] = again
         yield

@@ -25,6 +25,7 @@ from farandole.plan.model.profile_file import write_profile
 from farandole.plan.search.bounds import Bounds
 from farandole.plan.search.decide import search
 from farandole.plan.search.knobs import settings_of
+from farandole.plan.search.refine import refined
 from farandole.plan.search.request import Goal, SearchRequest, parse_fixed
 from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.search import NEAR, Predictor, SearchQuestion, find, kinds_of, score
@@ -76,9 +77,9 @@ def test_search_finds_what_trying_all_finds(goal: Goal, limit_bytes: int, change
         value = score(option, goal)[0]
         best[option.family] = min(value, best.get(option.family, value))
     mine = {name: found.best(goal, name) for name in found.families}
-    refined = {name: score(option, goal)[0] for name, option in mine.items() if option is not None}
+    of_kinds = {name: score(option, goal)[0] for name, option in mine.items() if option is not None}
     for family, value in best.items():
-        assert refined[family] <= value * (1 + 1e-12), f"{family}: {refined[family]}, trying all {value}"
+        assert of_kinds[family] <= value * (1 + 1e-12), f"{family}: {of_kinds[family]}, trying all {value}"
     chosen = found.best(goal)
     assert chosen is not None, "nothing fits"
     most = min(best.values()) * (1 + (0.0 if goal == "memory" else NEAR))
@@ -123,6 +124,15 @@ def test_what_no_pass_could_run_is_not_proposed() -> None:
     assert {("bf16", "none"), ("fp32", "blocks")} <= tried()
     assert ("bf16", "blocks") not in tried()
     assert tried(fixed={"recompute": "blocks"}) == {("fp32", "blocks")}
+    option = next(
+        each
+        for each in find(SearchQuestion(profile, make_cluster(ranks=4), SearchRequest(4, 16, effort=100_000,
+                         precisions=("bf16",)), predict_plainly, LIMIT)).options
+        if each.candidate.plan.recompute == "none" and each.family == "data"
+    )  # fmt: skip
+    for known, names in ((plain, True), (profile, False)):
+        more = refined(known, make_cluster(ranks=4), option, option.prediction.peak_bytes - 1, {})
+        assert any(isinstance(each.plan.recompute, tuple) for each in more) == names, "no block by name either"
     with pytest.raises(PlanError, match=r"its pass fails in fp16, recompute = 'blocks'"):
         tried(fixed={"recompute": "blocks", "precision": "fp16"})
 
