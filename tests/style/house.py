@@ -96,7 +96,7 @@ memory where fast plans do not fit, and around the best ones, and what it says o
 casts that micro-batches share and recomputed blocks drop. 210 for tokens that are divided
 in plans where a model lets them, gathered again and not kept, draws that all ranks need alike and have not, and
 plans that are refined once and not for each of their buckets. 215 for models as GPUs run them where there is
-none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings in which a pass fails.
+none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings that fail.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
