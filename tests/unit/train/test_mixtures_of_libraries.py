@@ -212,6 +212,20 @@ def analysed(name: str, device: str) -> ModelProfile:
     return analyse(maker(name), labelled, loss=lambda outputs, _: outputs.loss, device=device)
 
 
+def test_a_model_of_transformers_can_be_cut_for_a_pipeline() -> None:
+    """Its forward reads values of tensors that it makes itself, such as positions; these are there."""
+    import transformers
+
+    config = transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 2}, num_key_value_heads=2)
+    profile = analyse(
+        lambda: transformers.LlamaForCausalLM(config),
+        labelled,
+        loss=lambda outputs, _: outputs.loss,
+        device="cuda",
+    )
+    assert profile.can_be_cut == ""
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -220,6 +234,7 @@ def test_a_mixture_of_transformers_is_analysed_without_memory(name: str, device:
     profile = analysed(name, device)
     assert not any("run for real" in each for each in profile.notes), profile.notes
     assert (profile.blocks, profile.memory.failed, profile.device) == (4, (), device)
+    assert profile.can_be_cut == ""
     assert profile.parameters == sum(each.numel() for each in maker(name)().parameters())
     block = profile.units[-3]
     assert block.expert is not None

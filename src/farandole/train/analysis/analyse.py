@@ -21,7 +21,7 @@ from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, O
 from ...plan.model.profile import ModelProfile, ModelUnit
 from ..memory.alike import NotAlikeError, foldable, skipped
 from ..memory.batches import Batches, batch_bytes, resized
-from ..memory.fake_pass import fake_mode, make_fake, needs_values, run_pass, silent_logger
+from ..memory.fake_pass import fake_mode, grouped_products, make_fake, needs_values, run_pass, silent_logger
 from ..memory.find_micro_batch import available_bytes
 from ..memory.gpu_operations import counted_on, operations_of
 from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
@@ -85,6 +85,7 @@ def analyse(
             with torch.device(runs_on):
                 batch, samples = batches.example()
             found = _TwoPasses(model, batch, samples, loss, runs_on).record_folded(marks)
+        with grouped_products():  # outside of the mode: what forward makes itself has values
             reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=True)
         answer = probe(Question(lambda: model, make_batch, loss, optimizer, device))
         memory, why = answer.facts, answer.notes

@@ -49,11 +49,17 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def fake_mode() -> Iterator[None]:
     """Make tensors without memory inside. Real tensors that operations meet become fake."""
+    with grouped_products(), FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+@contextlib.contextmanager
+def grouped_products() -> Iterator[None]:
+    """Let fake tensors of any type be multiplied by groups; see `_grouped_products`."""
     shapes = torch.library.Library("aten", "IMPL")
     try:
         shapes.impl("_grouped_mm", _grouped_products, "Meta", allow_override=True)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            yield
+        yield
     finally:
         shapes._destroy()
 
