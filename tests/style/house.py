@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 97_005
+CODE_LINES = 97_010
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -95,7 +95,7 @@ memory where fast plans do not fit, and around the best ones, and what it says o
 239 for bf16 at stage 3 without a 16-bit copy of the model: weights that are gathered in 2 bytes and read in 4, and
 casts that micro-batches share and recomputed blocks drop. 210 for tokens that are divided
 in plans where a model lets them, gathered again and not kept, draws that all ranks need alike and have not, and
-plans that are refined once and not for each of their buckets. 219 for models as GPUs run them where there is
+plans that are refined once and not for each of their buckets. 224 for models as GPUs run them where there is
 none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings that fail.
 """
 

@@ -160,6 +160,7 @@ def test_a_batch_with_another_dimension_of_samples_is_not_told_apart() -> None:
     found = answer.facts.activations["fp32", "none"]
     assert found.saved_bytes > 0
     assert {each.fixed_bytes for each in found.moments} == {0}
+    assert any("as a batch 32 times as large fails: " in each for each in answer.notes), answer.notes
 
 
 def test_what_a_batch_has_twice_is_one_tensor_in_a_larger_one() -> None:

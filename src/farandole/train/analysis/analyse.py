@@ -228,6 +228,6 @@ def _real_memory(
                     activations[precision, recompute] = run_pass(
                         model, batch_in(kind, batch), loss, device=counted_on(device), precision=precision
                     )
-            except Exception as error:  # what a model cannot do in another precision, the planner does not propose
+            except Exception as error:  # such as where there is no kernel for a type: the note says so
                 notes.append(f"activations are unknown in {precision}, recompute {recompute}: {describe(error)}")
     return ModelFacts(weights, states, activations), notes

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ...plan.memory import ActivationFacts, Moment
 from .live_storages import LiveStorages
-from .user_code import errors_of_user
+from .user_code import describe, errors_of_user
 from .user_pass import Loss, forward_loss, passes_of
 
 _NEEDS_VALUES = (
@@ -109,6 +109,8 @@ class LargerBatch(NamedTuple):
     batch: Any
     times: int
     """How many times as large it is."""
+    problems: list[str]
+    """Gets what its pass raises: then nothing is told apart."""
 
 
 _Height = tuple[int, int]
@@ -130,7 +132,8 @@ def run_pass(
     if larger is not None:
         try:
             more, others = _heights(model, larger.batch, loss, device, precision)
-        except Exception:  # such as where two dimensions count the samples: then nothing is told apart
+        except Exception as error:  # such as where two dimensions count the samples
+            larger.problems.append(describe(error))
             more, others = saved, []
         if len(others) == len(history):  # the same operations
             saved = _told_apart(saved, more, larger.times)

@@ -194,6 +194,9 @@ def _run_passes(
                 device=device, precision=precision, larger=larger,
                 keeps_casts=recompute != "blocks",
             )  # fmt: skip
+        if larger is not None and larger.problems:
+            what = f"what grows with the batch is not known, as a batch {LARGER} times as large fails"
+            _note(answer, f"{what}: {larger.problems[0]}")
     except Exception as error:
         if not needs_values(error):
             raise
@@ -213,7 +216,7 @@ def _larger(batch: Any) -> LargerBatch | None:
     """Return a larger batch; None where samples cannot be counted, or not be joined."""
     try:
         samples = samples_of(batch)
-        return LargerBatch(resized(batch, samples, LARGER * samples), LARGER)
+        return LargerBatch(resized(batch, samples, LARGER * samples), LARGER, [])
     except Exception:  # objects of other libraries, and tensors that are not dense
         return None
 
