@@ -24,7 +24,7 @@ PACKAGES = {
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
-CODE_LINES = 97_010
+CODE_LINES = 97_260
 """Ceiling of the product's code lines. A change lowers it, or raises it with what the new lines give, below.
 
 83,170: what is there, without `farandole init`, the suite of `bench`, names of Horovod that nothing uses and
@@ -96,7 +96,9 @@ memory where fast plans do not fit, and around the best ones, and what it says o
 casts that micro-batches share and recomputed blocks drop. 210 for tokens that are divided
 in plans where a model lets them, gathered again and not kept, draws that all ranks need alike and have not, and
 plans that are refined once and not for each of their buckets. 224 for models as GPUs run them where there is
-none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings that fail.
+none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings that fail. 250 for
+presets with figures of their own device (90), attention and the host in a pass, meshes and rings of links, copies
+of shards (100), and what attention computes, counted and measured (60).
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from farandole.bench.cluster.compute import slow_ranks
+from farandole.bench.cluster.compute import attention, slow_ranks
 from farandole.bench.cluster.exchanges import elements_of
 from farandole.bench.cluster.figures import (
     SizedExchange,
@@ -24,9 +26,26 @@ from farandole.comm.world.world import World
 from farandole.core.cluster.collective import collective_work
 from farandole.core.cluster.compare import compare_clusters
 from farandole.core.cluster.limits import check_cluster
+from farandole.train.analysis.flops import flops_of
 from tests.unit.core.test_cluster_file import small_cluster
 
 LATENCY, RATE = 4e-5, 1.2e9
+
+
+def test_attention_is_measured_as_planners_count_it() -> None:
+    seen = list[float]()
+
+    class Counted(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            seen.append(flops_of(func, args, kwargs or {}, out) or 0.0)
+            return out
+
+    case = attention(torch.bfloat16, torch.device("cpu"), heads=2, tokens=16, width=8)
+    with Counted():
+        assert case.measure(1) > 0.0
+    assert case.work == 7 * 2 * 16 * 17 * 8, "2 products forward and 5 backward, of half of all scores"
+    assert sum(seen) == case.work
 
 
 @pytest.fixture

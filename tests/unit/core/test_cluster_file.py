@@ -145,9 +145,26 @@ REFUSED = [
         "device.compute.fp32.1.flops_per_second = 5e+10 is beyond the device's peak of 4e+10",
     ),
     (
+        "[device.peak_flops_per_second]",
+        '[device.attention_flops_per_second]\nfp32 = { value = 5e10, source = "preset" }\n'
+        "[device.peak_flops_per_second]",
+        "device.attention_flops_per_second.fp32 = 5e+10 is beyond the device's peak of 4e+10",
+    ),
+    (
+        "[device.peak_flops_per_second]",
+        '[device.attention_flops_per_second]\nfp8 = { value = 5e9, source = "preset" }\n'
+        "[device.peak_flops_per_second]",
+        "device.attention_flops_per_second.fp8: unknown precision",
+    ),
+    (
         "line_bytes_per_second = { value = 1.25e8",
         "line_bytes_per_second = { value = 1e8",
         "tiers.1.collectives.all_reduce.bytes_per_second = 1.25e+08 is beyond what the link gives",
+    ),
+    (
+        "line_bytes_per_second = { value = 1.25e8",
+        'pair_bytes_per_second = { value = 2e8, source = "preset" }\nline_bytes_per_second = { value = 1.25e8',
+        "pair_bytes_per_second = 2e+08 is beyond what the link gives",
     ),
     ("compute.fp32]]", "compute.fp23]]", "device.compute.fp23: unknown precision; did you mean 'fp32'?"),
     (

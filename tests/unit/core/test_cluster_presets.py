@@ -31,15 +31,37 @@ def test_the_published_figures_are_there(tmp_path: Path) -> None:
     cluster = preset_cluster("dgx-a100", 32)
     rates = cluster.device.compute["bf16"]
     shares = [rate.flops_per_second.value / 312e12 for rate in rates]
-    assert shares == pytest.approx([0.10, 0.60, 0.90, 0.95]), "Calculon's steps"
-    assert [rate.flops for rate in rates] == [1e8, 1e9, 16e9, 128e9]
+    assert shares[1:] == pytest.approx([0.38, 0.71, 0.76, 0.81]), "1,024 to 8,192 rows, of the table"
+    assert rates[-1].flops_per_second.high == pytest.approx(271.2e12, rel=0.01), "the most that was reached"
+    attention = cluster.device.attention_flops_per_second
+    assert (attention["bf16"].value, attention["fp16"], "fp32" in attention) == (165e12, attention["bf16"], False)
     host, network = cluster.tiers
     assert (host.ranks, network.ranks) == (8, 32)
     bandwidth = host.collectives["all_reduce"].bytes_per_second
-    assert (bandwidth.low, bandwidth.high) == (200e9, 235e9), "8x A100 NVLink3 of the table"
-    assert network.collectives["all_reduce"].bytes_per_second.value == pytest.approx(0.75 * 25e9)
+    assert (bandwidth.low, bandwidth.high) == (179e9, 232e9), "8x A100 of the table"
+    assert network.collectives["all_reduce"].bytes_per_second.value == pytest.approx(0.80 * 25e9)
     write_cluster(cluster, tmp_path / "dgx.toml")
     assert read_cluster(tmp_path / "dgx.toml") == cluster
+
+
+def test_tcp_of_a_fast_line_is_that_of_a_slower_one() -> None:
+    fast = [
+        preset_cluster(f"8xa100+{name}", 16).tiers[-1].collectives["send"].bytes_per_second
+        for name in ("100gbe", "200gbe", "400gbe")
+    ]
+    assert {each.value for each in fast} == {5e9 / 8}, "NCCL's sockets reach 4 to 6 GB/s of 100 Gbit/s"
+    slower = preset_cluster("8xa100+40gbe", 16).tiers[-1].collectives["send"].bytes_per_second
+    assert slower.value == pytest.approx(0.6 * 5e9 / 8)
+
+
+def test_the_gpus_of_an_nvl72_are_one_host() -> None:
+    assert [tier.ranks for tier in preset_cluster("gb200", 72).tiers] == [72]
+    host, network = preset_cluster("gb200-nvl72", 144).tiers
+    assert (host.ranks, network.ranks) == (72, 144)
+    assert network.line_bytes_per_second is not None
+    assert network.line_bytes_per_second.value == 50e9, "an interface for each GPU"
+    with pytest.raises(ConfigError, match="is one host, of up to 16 ranks, not 72"):
+        preset_cluster("b200", 72)
 
 
 def test_a_rank_has_its_part_of_the_interfaces_of_its_host() -> None:

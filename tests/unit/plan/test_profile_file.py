@@ -87,6 +87,8 @@ _WRONG: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
         r"times\.forward_fixed_seconds = -1e-09",
     ),
     (lambda m: m["units"][0]["tensor"].update(flops=1e9), r"units\.0\.tensor\.flops = 1e\+09, more than"),
+    (lambda m: m["units"][0].update(fused_flops=2e6), r"units\.0\.fused_flops = 2e\+06, more than forward_flops"),
+    (lambda m: m["units"][0].update(products=10**6), r"units\.0\.products = 1e\+06, more than operations"),
     (lambda m: m["units"][0]["tensor"].update(divides=0), r"tensor\.divides = 0, expected at least 1"),
     (
         lambda m: m["memory"]["activations"].update({"fp32": {}}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import resource
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map
 
 from farandole.bench.models.resnet import Bottleneck
 from farandole.core.vocabulary.errors import ConfigError
@@ -20,6 +22,7 @@ from farandole.plan.model.profile_file import profile_to_mapping, read_profile, 
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.marks import find_marks, may_divide_tokens
 from farandole.train.analysis.measure import Timing, fit, measure_units
+from farandole.train.analysis.record import record
 from farandole.train.memory.alike import activations_of, longest_run
 from farandole.train.memory.batches import Batches
 from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass
@@ -67,9 +70,11 @@ def test_a_language_model_is_folded_and_tied_weights_count_once(language: ModelP
 
 def test_flops_of_a_block_are_those_of_its_products(language: ModelProfile) -> None:
     _, block, _, head = language.units
-    attention = 4 * TOKENS * TOKENS * WIDTH
+    attention = 4 * TOKENS * (TOKENS + 1) / 2 * WIDTH  # causal: a token sees itself and those before it
     assert block.forward_flops == 2 * TOKENS * 12 * WIDTH**2 + attention, "products and attention, two each"
     assert block.backward_flops == 4 * TOKENS * 12 * WIDTH**2 + 2.5 * attention, "scores are computed again"
+    assert (block.fused_flops, block.fused_backward_flops) == (attention, 2.5 * attention)
+    assert block.products == 4, "attention is none"
     assert head.forward_flops == 2 * TOKENS * WIDTH * WORDS, "logits"
     assert head.saved_bytes > TOKENS * WORDS * 4, "what the loss keeps belongs to the last unit"
 
@@ -458,6 +463,52 @@ def test_a_model_that_does_not_fit_is_measured_by_its_alike_blocks(
         measure_units(language, replace(timing, threads=0))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_positions_of_a_training_are_read_while_others_are_analysed() -> None:
+    from transformers import masking_utils
+
+    usual, packed = masking_utils.find_packed_sequence_indices, torch.cat([torch.arange(4)] * 2).unsqueeze(0)
+    inside, leave = threading.Event(), threading.Event()
+
+    def analyse_elsewhere() -> None:
+        with fake_mode():
+            inside.set()
+            leave.wait(10)
+
+    other = threading.Thread(target=analyse_elsewhere)
+    other.start()
+    try:
+        assert inside.wait(10)
+        found = masking_utils.find_packed_sequence_indices(packed)
+    finally:
+        leave.set()
+        other.join(10)
+    assert found is not None
+    assert found.tolist() == [[0, 0, 0, 0, 1, 1, 1, 1]], "two sequences"
+    assert masking_utils.find_packed_sequence_indices is usual
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
+def test_positions_of_packed_sequences_are_those_of_the_batch() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, masking_utils
+
+    config = LlamaConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128, vocab_size=64,
+        use_cache=False,
+    )  # fmt: skip
+    usual, fused = masking_utils.find_packed_sequence_indices, []
+    for positions in ({}, {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]] * 2)}):
+        model, tokens = LlamaForCausalLM(config), torch.zeros(2, 8, dtype=torch.int64)
+        with fake_mode():
+            make_fake(model, "cpu", None)
+            batch = tree_map(torch.empty_like, {"input_ids": tokens, "labels": tokens, **positions})
+            marks = find_marks(model)
+            seen = record(model, batch, lambda outputs, _: outputs.loss, marks, device="cpu")
+        fused.append(sum(span.attention.flops for span in seen.spans.all))
+    assert fused == [4 * 2 * 8 * 9 / 2 * 64, 4 * 2 * 8 * 8 * 64], "the batch's positions make a mask"
+    assert masking_utils.find_packed_sequence_indices is usual
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_llama_of_seven_billion_is_analysed_without_memory() -> None:
@@ -476,7 +527,8 @@ def test_a_llama_of_seven_billion_is_analysed_without_memory() -> None:
     assert block.tensor is not None, "transformers says how it is divided"
     assert (block.tensor.divides, block.tensor.forward_sums, block.tensor.backward_sums) == (32, 2, 2), "heads"
     assert block.tensor.tokens == 128, "norms and residuals may have some of the tokens"
-    assert block.forward_flops == 2 * 128 * (202_383_360 - 2 * 4096) + 4 * 128**2 * 4096, "products and attention"
+    assert block.fused_flops == 2 * 128 * 129 * 4096, "causal, without a mask"
+    assert block.forward_flops == 2 * 128 * (202_383_360 - 2 * 4096) + block.fused_flops, "products and attention"
     assert profile.can_be_cut == "", "a pipeline cuts it"
     mapping = profile_to_mapping(profile)
     assert mapping["memory"]["activations"]["fp32/none"]["saved_bytes"] > 32 * 128 * block.saved_bytes / 128, "all"

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from ...comm.device.accelerator import is_accelerator, memory_of, model_of
 from ...comm.world.store_sync import all_gather_json
@@ -24,6 +25,7 @@ _PRECISIONS = {"cpu": ("fp32", "bf16"), "cuda": ("fp32", "bf16", "fp16")}
 _COPY_BYTES = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}
 """More than caches hold; on a device enough that the launch does not count."""
 _SMALL_OPERATIONS = 100
+_FORWARD_PRODUCTS, _BACKWARD_PRODUCTS = 2, 5
 _SLOW = 0.9
 """A rank below this share of the median speed, in all of its interval, is named."""
 
@@ -49,8 +51,12 @@ def measure_device(world: World, seconds: float) -> tuple[Device, dict[int, floa
             for case, samples in zip(kept, found, strict=True)
         )
     copy, small = _copy(world.device), _small(world.device)
-    copied, started = (
-        _usual(samples, speeds) for samples in sample(world, [copy, small], seconds / (len(precisions) + 1))
+    fused = {
+        name: attention(_TYPES[name], world.device) for name in precisions if kind != "cpu" and name != "fp32"
+    }
+    copied, started, *attended = (
+        _usual(samples, speeds)
+        for samples in sample(world, [copy, small, *fused.values()], seconds / (len(precisions) + 1))
     )
     device = Device(
         name=_name(world.device),
@@ -59,6 +65,10 @@ def measure_device(world: World, seconds: float) -> tuple[Device, dict[int, floa
         launch_seconds=seconds_figure(started),
         compute=compute,
         shares_core=kind == "cpu" and len(os.sched_getaffinity(0)) <= torch.get_num_threads(),
+        attention_flops_per_second={
+            name: rate_figure(case.work, times)
+            for (name, case), times in zip(fused.items(), attended, strict=True)
+        },
     )
     return device, speeds
 
@@ -114,6 +124,23 @@ def _product(side: int, dtype: torch.dtype, device: torch.device) -> Case:
     right = torch.randn(side, side, dtype=torch.float32, device=device).to(dtype)
     out = torch.empty(side, side, dtype=dtype, device=device)
     return Case(f"{side} x {side}", 2.0 * side**3, timed(lambda: torch.mm(left, right, out=out), device))
+
+
+def attention(
+    dtype: torch.dtype, device: torch.device, *, heads: int = 8, tokens: int = 4096, width: int = 128
+) -> Case:
+    """Return causal attention in one kernel, forward and backward, as planners count it: half of all scores."""
+    queries, keys, values = (
+        torch.randn(1, heads, tokens, width, dtype=torch.float32, device=device).to(dtype).requires_grad_()
+        for _ in range(3)
+    )
+
+    def both() -> None:
+        out = nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        torch.autograd.grad(out, (queries, keys, values), out)
+
+    products = _FORWARD_PRODUCTS + _BACKWARD_PRODUCTS
+    return Case("attention", products * heads * tokens * (tokens + 1.0) * width, timed(both, device))
 
 
 def _copy(device: torch.device) -> Case:

@@ -26,6 +26,10 @@ def format_cluster(cluster: Cluster) -> str:
         for precision, rates in device.compute.items()
         for rate in (rates[0], rates[-1])[: len(rates)]
     ]  # fmt: skip
+    rows += [
+        [f"attends in {precision}, forward and backward", _rate(rate, "FLOP/s"), rate.source]
+        for precision, rate in device.attention_flops_per_second.items()
+    ]
     rows.append(["memory of a rank", format_bytes(int(device.memory_bytes.value)), device.memory_bytes.source])
     rows.append(["reads and writes memory", *_byte_rate(device.memory_bytes_per_second)])
     rows.append(["starts an operation", format_seconds(device.launch_seconds.value), device.launch_seconds.source])

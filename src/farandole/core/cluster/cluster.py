@@ -48,6 +48,21 @@ class Device:
     """What the hardware promises, by precision. A rate above it is an error. Empty: not known."""
     shares_core: bool = False
     """Whether codecs and sockets take time from the computation: a rank with one core of its own."""
+    attention_flops_per_second: Mapping[str, Coefficient] = field(default_factory=dict)
+    """By precision, what attention in one kernel computes, forward and backward; causal ones have half of all
+    scores. Without a figure: as matrix products."""
+
+    def compute_as(self, precision: str) -> str:
+        """Return the precision whose rates of matrix products stand for this one's; empty: none do."""
+        return self._first(self.compute, precision, "fp32")
+
+    def attention_as(self, precision: str) -> str:
+        """Return the precision whose rate of attention stands for this one's; empty: none does."""
+        return self._first(self.attention_flops_per_second, precision)
+
+    def _first(self, known: Mapping[str, object], precision: str, *others: str) -> str:
+        alike = {"bf16": "fp16", "fp16": "bf16"}.get(precision, "")
+        return next((each for each in (precision, alike, *others) if known.get(each)), "")
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,9 @@ class Tier:
     """By operation of `OPERATIONS`; empty where a rank is alone."""
     line_bytes_per_second: Coefficient | None = None
     """What the link's hardware promises; None: not known."""
+    pair_bytes_per_second: Coefficient | None = None
+    """What two ranks reach where each pair has a link of its own: n ranks reach n - 1 times as much, up to the
+    collective's figure. None: any two reach what all do."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ SLACK = 1.02
 """How far a measured figure may be above what the hardware promises: rates are rounded, clocks are boosted."""
 _POSITIVE = (
     "memory_bytes", "memory_bytes_per_second", "flops", "flops_per_second", "peak_flops_per_second",
-    "bytes_per_second", "line_bytes_per_second", "ratio", "disk_write_bytes_per_second",
+    "bytes_per_second", "attention_flops_per_second", "pair_bytes_per_second",
+    "line_bytes_per_second", "ratio", "disk_write_bytes_per_second",
     "disk_read_bytes_per_second", "loader_bytes_per_second", "rank_speeds",
 )  # fmt: skip
 _NOT_NEGATIVE = (
@@ -121,10 +122,12 @@ def _check_range(path: FieldPath, name: str, number: float) -> None:
 def _check_device(device: Device, path: FieldPath) -> None:
     if not device.compute:
         (path / "compute").refuse(" is empty", "add rates of a precision: [[device.compute.fp32]]")
-    for group in ("compute", "peak_flops_per_second"):
+    for group in ("compute", "attention_flops_per_second", "peak_flops_per_second"):
         for precision in getattr(device, group):
             if precision not in PRECISIONS:
                 (path / group / precision).refuse(": unknown precision", did_you_mean(precision, PRECISIONS))
+    for precision, rate in device.attention_flops_per_second.items():
+        _check_peak(rate, precision, device, path / "attention_flops_per_second" / precision, path)
     for precision, rates in device.compute.items():
         at = path / "compute" / precision
         if not rates:
@@ -134,14 +137,18 @@ def _check_device(device: Device, path: FieldPath) -> None:
                 (at / number / "flops").refuse(
                     f" = {after.flops:g} follows {before.flops:g}: sizes must grow", "sort them by flops"
                 )
-        peak = device.peak_flops_per_second.get(precision)
-        for number, rate in enumerate(rates):
-            if peak is not None and rate.flops_per_second.value > SLACK * peak:
-                (at / number / "flops_per_second").refuse(
-                    f" = {rate.flops_per_second.value:g} is beyond the device's peak of {peak:g} "
-                    f"({path / 'peak_flops_per_second' / precision})",
-                    "correct one of them",
-                )
+        for number, each in enumerate(rates):
+            _check_peak(each.flops_per_second, precision, device, at / number / "flops_per_second", path)
+
+
+def _check_peak(rate: Coefficient, precision: str, device: Device, at: FieldPath, path: FieldPath) -> None:
+    peak = device.peak_flops_per_second.get(precision)
+    if peak is not None and rate.value > SLACK * peak:
+        at.refuse(
+            f" = {rate.value:g} is beyond the device's peak of {peak:g} "
+            f"({path / 'peak_flops_per_second' / precision})",
+            "correct one of them",
+        )
 
 
 def _check_tiers(tiers: tuple[Tier, ...], path: FieldPath) -> None:
@@ -174,6 +181,12 @@ def _check_tier(tier: Tier, path: FieldPath) -> None:
                 f"{line.value:g}",
                 "correct one of them",
             )
+    line, pair = tier.line_bytes_per_second, tier.pair_bytes_per_second
+    if line is not None and pair is not None and pair.value > SLACK * line.interval()[1]:
+        (path / "pair_bytes_per_second").refuse(
+            f" = {pair.value:g} is beyond what the link gives: {path / 'line_bytes_per_second'} = {line.value:g}",
+            "correct one of them",
+        )
     missing = [operation for operation in OPERATIONS if operation not in tier.collectives]
     if tier.ranks > 1 and missing:
         (path / "collectives" / missing[0]).refuse(

@@ -21,7 +21,6 @@ from .coefficient import Coefficient
 from .preset_tables import (
     CODEC_PASSES,
     DEVICES,
-    MEMORY_SHARE,
     NETWORKS,
     SYSTEMS,
     DevicePreset,
@@ -32,6 +31,7 @@ from .preset_tables import (
 from .resize import check_hosts
 
 _COUNTED = re.compile(r"(?:([1-9][0-9]{0,5})x)?(.*?)(?:x([1-9][0-9]{0,5}))?")
+_IN_16_BITS = ("bf16", "fp16")
 _RANKS_OF_A_HOST = 16
 """The most without a network."""
 _MATRIX = 1024
@@ -65,7 +65,8 @@ def preset_cluster(name: str, ranks: int) -> Cluster:
     parsed = parse_preset(name)
     device = DEVICES[parsed.device]
     network = None if parsed.network is None else NETWORKS[parsed.network]
-    per_host = parsed.ranks_per_host or (device.ranks_per_host if network is not None else _RANKS_OF_A_HOST)
+    most = device.ranks_per_host
+    per_host = parsed.ranks_per_host or (most if network is not None else max(_RANKS_OF_A_HOST, most))
     if network is None and ranks > per_host:
         raise ConfigError(
             f"preset {name!r} is one host, of up to {per_host} ranks, not {ranks}",
@@ -80,7 +81,7 @@ def preset_cluster(name: str, ranks: int) -> Cluster:
         name=name,
         device=_device(device),
         tiers=tuple(tiers),
-        codecs=codecs_by_passes(MEMORY_SHARE.value * device.memory_bytes_per_second, is_cpu=device.is_cpu),
+        codecs=codecs_by_passes(device.memory_share.value * device.memory_bytes_per_second, is_cpu=device.is_cpu),
         compute_slowdown=device.overlap.times(1.0),
         exchange_slowdown=device.overlap.times(1.0),
         fingerprint={"preset": name, "hardware": title, "backend": "gloo" if device.is_cpu else "nccl"},
@@ -122,15 +123,17 @@ def _unknown(name: str, kind: str, part: str, known: list[str]) -> ConfigError:
 
 def _device(preset: DevicePreset) -> Device:
     compute = {
-        precision: tuple(ComputeRate(flops, share.times(peak)) for flops, share in preset.efficiency)
+        precision: tuple(ComputeRate(flops, share.times(peak)) for flops, share in preset.efficiency[precision])
         for precision, peak in preset.peaks.items()
     }
+    attention = {} if preset.attention is None else dict.fromkeys(_IN_16_BITS, preset.attention.times(1.0))
     return Device(
         name=preset.title,
         memory_bytes=exactly(preset.memory_bytes),
-        memory_bytes_per_second=MEMORY_SHARE.times(preset.memory_bytes_per_second),
+        memory_bytes_per_second=preset.memory_share.times(preset.memory_bytes_per_second),
         launch_seconds=preset.launch_seconds.times(1.0),
         compute=compute,
+        attention_flops_per_second=attention,
         peak_flops_per_second=dict(preset.peaks),
     )
 
@@ -138,7 +141,8 @@ def _device(preset: DevicePreset) -> Device:
 def _host_tier(preset: DevicePreset, ranks: int) -> Tier:
     line = None if preset.host_line is None else exactly(preset.host_line)
     costs = _collectives(preset.host_latency.times(1.0), preset.host_rate.times(1.0))
-    return Tier("host", ranks, costs, line)
+    pair = None if preset.pair_rate is None else preset.pair_rate.times(1.0)
+    return Tier("host", ranks, costs, line, pair)
 
 
 def _network_tier(

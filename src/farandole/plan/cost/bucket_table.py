@@ -82,14 +82,15 @@ class BucketTable:
             begins: when backward reaches each place.
             each: what one unit of a place takes.
             link: while the ranks compute.
-            slow: by how much backward takes longer meanwhile.
+            slow: by how much backward takes longer while buckets are on their way.
             shares_core: whether codecs take their time from backward.
         """
-        ready = slow * (np.asarray(begins)[self.places] + self.progress * np.asarray(each)[self.places])
+        alone = np.asarray(begins)[self.places] + self.progress * np.asarray(each)[self.places]
+        taken = np.array([load.intra_host_seconds + load.on_link(link) for load in loads])[self.kind_of]
+        ready = alone + (slow - 1.0) * np.minimum(alone, np.cumsum(taken) - taken)
         cpu = np.array([load.cpu_seconds + load.intra_host_seconds for load in loads])[self.kind_of]
         if shares_core:
             ready += np.cumsum(cpu) - cpu
-        taken = [load.intra_host_seconds + load.on_link(link) for load in loads]
-        behind = np.cumsum(np.array(taken)[self.kind_of][::-1])[::-1]
+        behind = np.cumsum(taken[::-1])[::-1]
         end = float((ready + behind).max()) + loads[int(self.kind_of[-1])].decode_seconds
         return Replay(end, float(cpu.sum()))

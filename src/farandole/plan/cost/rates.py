@@ -3,15 +3,20 @@
 [Note: features] A `Spent` is linear in the cluster's latencies and in the inverses of its speeds. Its features are
 the factors, by the path that the coefficient has in a cluster file: those that end in ``_per_second`` are divided
 by the coefficient, all others multiplied with it. ``profile.seconds`` are those that were measured of the model.
+
+[Note: rings across hosts] NCCL gathers and scatters large tensors in rings, whose latency grows with the ranks: of
+1,024 each passes on all parts. So presets, whose latencies are those of hops, count a round for each host, and in
+each host the rounds inside of it. Measured latencies have what was measured, in rounds of a logarithm.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ...core.cluster.cluster import Cluster, CodecCost, CollectiveCost, ComputeRate
+from ...core.cluster.cluster import Cluster, CodecCost, CollectiveCost, ComputeRate, Tier
 from ...core.cluster.coefficient import Coefficient
 from ...core.cluster.collective import CollectiveWork, collective_work
 from ...core.vocabulary.codec_spec import NONE
@@ -29,6 +34,7 @@ _INSTEAD: Mapping[str, tuple[str, ...]] = {
     "send": ("broadcast", "all_gather", "all_reduce"),
 }
 """Whose figures stand for an operation that a tier has none of."""
+_RINGS = ("all_gather", "reduce_scatter")
 
 
 class Spent:
@@ -67,6 +73,8 @@ class Link(NamedTuple):
     path: str
     share: float
     """The coefficient's bytes per second over this link's: see [Note: links that ranks share] in the cluster."""
+    speed_path: str
+    """Path of that coefficient."""
 
     def spent(self, work: CollectiveWork) -> Spent:
         """Return what an exchange takes."""
@@ -74,9 +82,24 @@ class Link(NamedTuple):
             work.rounds * self.latency_seconds + work.sent_bytes / self.bytes_per_second,
             {
                 f"{self.path}.latency_seconds": float(work.rounds),
-                f"{self.path}.bytes_per_second": work.sent_bytes * self.share,
+                self.speed_path: work.sent_bytes * self.share,
             },
         )
+
+
+class PassWork(NamedTuple):
+    """What a pass over a unit does."""
+
+    flops: float
+    """What matrix products compute, without those of attention in one kernel."""
+    moved_bytes: float
+    operations: float
+    products: float
+    """Matrix products among its operations; 0: not known, as many as operations."""
+    fused_flops: float = 0.0
+    """What attention in one kernel computes."""
+    wide_share: float = 0.0
+    """What of `flops` is in float32, whatever the precision."""
 
 
 class Rates:
@@ -108,17 +131,46 @@ class Rates:
 
     # -- the device --------------------------------------------------------------------------------
 
-    def unit_pass(self, flops: float, moved_bytes: float, operations: float, precision: str) -> Spent:
-        """Return a pass over a unit: computing, then moving of memory, then launches.
+    def unit_pass(self, work: PassWork, precision: str) -> Spent:
+        """Return a pass over a unit: computing, then moving of memory; and the start of its operations.
 
         A unit has operations of both kinds, one after the other: matrix products, which compute, and all others,
-        which move memory. See docs/cost-model.md. Rates are those of the unit's mean operation.
+        which move memory. See docs/cost-model.md. Rates are those of the unit's mean product. A CPU starts an
+        operation and computes it; on accelerators the host starts the next ones meanwhile, and the slower counts.
         """
-        per_flop, weights = self._per_flop(precision, flops / operations if operations else flops)
-        features = {name: flops * weight for name, weight in weights.items()} if flops else {}
-        features["device.memory_bytes_per_second"] = moved_bytes
-        features["device.launch_seconds"] = operations
-        return Spent(flops * per_flop + moved_bytes / self._memory + operations * self._launch, features)
+        size, wide = work.flops / (work.products or work.operations or 1.0), work.wide_share * work.flops
+        spent = self.products(work.flops - wide, precision, size)
+        spent.add(self.products(wide, "fp32", size))
+        spent.add(self.attention(work.fused_flops, precision))
+        spent.add(self.moved(work.moved_bytes))
+        starts = self.launched(work.operations)
+        if not self.cluster.on_cpus:
+            return max(spent, starts, key=lambda each: each.seconds)
+        spent.add(starts)
+        return spent
+
+    def products(self, flops: float, precision: str, size: float) -> Spent:
+        """Return matrix products, each of `size`."""
+        if not flops:
+            return Spent()
+        per_flop, weights = self._per_flop(precision, size)
+        return Spent(flops * per_flop, {name: flops * weight for name, weight in weights.items()})
+
+    def attention(self, flops: float, precision: str) -> Spent:
+        """Return attention in one kernel."""
+        if not flops:
+            return Spent()
+        device = self.cluster.device
+        name = device.attention_as(precision)
+        if not name:
+            if flops and not self.cluster.on_cpus and precision != "fp32":
+                self.assumed.add(
+                    f"device.attention_flops_per_second has no {precision}: attention is taken to be as fast as "
+                    "matrix products, and is slower"
+                )
+            return self.products(flops, precision, flops)
+        rate = self.fast(device.attention_flops_per_second[name])
+        return Spent(flops / rate, {f"device.attention_flops_per_second.{name}": flops})
 
     def moved(self, nbytes: float) -> Spent:
         """Return reading and writing of memory."""
@@ -132,18 +184,13 @@ class Rates:
         """Return seconds that were measured of the model itself."""
         return Spent(seconds, {PROFILE_SECONDS: seconds})
 
-    def seconds_of_flops(self, flops: float, precision: str, size: float) -> float:
-        """Return what operations take, each of `size`."""
-        return flops * self._per_flop(precision, size)[0]
-
     def rates_of(self, precision: str) -> tuple[str, Sequence[ComputeRate]]:
         """Return the rates for a precision, or what stands for them, with the precision that they are of."""
-        compute = self.cluster.device.compute
-        for name in (precision, {"bf16": "fp16", "fp16": "bf16"}.get(precision, ""), "fp32"):
-            if compute.get(name):
-                if name != precision:
-                    self.assumed.add(f"device.compute has no rates for {precision}: those of {name} are taken")
-                return name, compute[name]
+        name = self.cluster.device.compute_as(precision)
+        if name:
+            if name != precision:
+                self.assumed.add(f"device.compute has no rates for {precision}: those of {name} are taken")
+            return name, self.cluster.device.compute[name]
         raise PlanError(
             f"cluster: device.compute has no rates for {precision}",
             remedy="measure the cluster with `farandole measure`, or add them to its file",
@@ -177,6 +224,14 @@ class Rates:
         slowed = exchange.seconds * self.exchange_slowdown
         return exchange.times(max(0.0, 1.0 - computing_seconds / slowed) if slowed else 0.0)
 
+    def slowed(self, exchange: Spent, computing_seconds: float) -> Spent:
+        """Return by how much a computation takes longer for an exchange beside it.
+
+        While both run, a second computes what takes 1 / `compute_slowdown` alone.
+        """
+        both = min(exchange.seconds * self.exchange_slowdown, computing_seconds * self.compute_slowdown)
+        return Spent((1.0 - 1.0 / self.compute_slowdown) * both)
+
     def link(self, operation: str, ranks: int, stride: int) -> Link:
         """Return the figures of an operation among `ranks` that are `stride` apart.
 
@@ -193,16 +248,45 @@ class Rates:
             within = min(ranks, inner.ranks // stride)
             if position and within > 1:  # a rank alone on its host has no figures there
                 inside, _ = self._cost(inner.collectives, operation, f"tiers.{position - 1}.collectives")
-                speed = max(speed, min(within * speed, self.fast(inside.bytes_per_second)))
+                bound = min(self.fast(inside.bytes_per_second), self._pairs(inner, operation, within))
+                speed = max(speed, min(within * speed, bound))
             path = f"tiers.{position}.collectives.{name}"
-            found = self._links[key] = Link(self.slow(cost.latency_seconds), speed, path, alone / speed)
+            speed_path, pairs = f"{path}.bytes_per_second", self._pairs(tier, operation, ranks)
+            if pairs < speed and tier.pair_bytes_per_second is not None:
+                speed, alone = pairs, self.fast(tier.pair_bytes_per_second)
+                speed_path = f"tiers.{position}.pair_bytes_per_second"
+            latency = self.slow(cost.latency_seconds)
+            found = self._links[key] = Link(latency, speed, path, alone / speed, speed_path)
         return found
 
+    def _pairs(self, tier: Tier, operation: str, ranks: int) -> float:
+        """Return what links of pairs give a rank to all others of its group; a message goes over one."""
+        if tier.pair_bytes_per_second is None:
+            return math.inf
+        return (1 if operation == "send" else ranks - 1) * self.fast(tier.pair_bytes_per_second)
+
     def exchange(self, operation: str, ranks: int, stride: int, nbytes: float) -> Spent:
-        """Return one collective, as `collective_work` counts it."""
+        """Return one collective, as `collective_work` counts it; see [Note: rings across hosts]."""
         if ranks == 1:
             return Spent()
-        return self.load(operation, ranks, stride, collective_work(operation, ranks, nbytes))
+        work, spent = collective_work(operation, ranks, nbytes), Spent()
+        within = self._ring_of(operation, ranks, stride)
+        if within:
+            hosts = ranks // within
+            work = replace(work, rounds=hosts - 1)
+            rounds = hosts * collective_work(operation, within, 0.0).rounds
+            spent.add(self.load(operation, within, stride, CollectiveWork(0.0, rounds)))
+        spent.add(self.load(operation, ranks, stride, work))
+        return spent
+
+    def _ring_of(self, operation: str, ranks: int, stride: int) -> int:
+        """Return the ranks that a ring across hosts has on each; 0: it is no ring, or its latency was measured."""
+        position = self.cluster.tiers.index(self.cluster.tier_of(ranks, stride))
+        if not position or operation not in _RINGS or self.cluster.on_cpus:
+            return 0
+        cost, _ = self._cost(self.cluster.tiers[position].collectives, operation, f"tiers.{position}.collectives")
+        within = max(1, self.cluster.tiers[position - 1].ranks // stride)
+        return within if cost.latency_seconds.source == "preset" and ranks % within == 0 else 0
 
     def load(self, operation: str, ranks: int, stride: int, load: CollectiveWork) -> Spent:
         """Return an exchange of so many rounds and bytes, at the figures of `operation`."""

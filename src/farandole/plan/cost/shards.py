@@ -81,6 +81,13 @@ def _shard_bytes(gradients: Sequence[LocalGradient], ranks: int) -> int:
     return sum(ranks * -(-each.rows // ranks) * each.columns * each.element_bytes for each in gradients)
 
 
+def beside(exchange: Spent, computing_seconds: float, rates: Rates) -> Spent:
+    """Return what an exchange adds to a computation beside it: what it makes that slower, and is not hidden."""
+    added = rates.slowed(exchange, computing_seconds)
+    added.add(rates.beside(exchange, computing_seconds + added.seconds))
+    return added
+
+
 def shard_cost(
     profile: ModelProfile, stage: StageUnits, passes: Sequence[UnitPass], layout: RunLayout, rates: Rates
 ) -> ShardCost:  # fmt: skip
@@ -100,6 +107,12 @@ def shard_cost(
         if copies > 1:
             scatter.add(rates.exchange("all_reduce", copies, stride * ranks, each.nbytes / ranks))
         gathers = 1 if each.is_root else 2
+        if hidden:
+            # FSDP2 copies messages to parameters, and gradients, as wide as these, to messages.
+            copied = rates.moved(2.0 * each.gathered_bytes)
+            cost.forward.add(copied, each.count)
+            cost.backward.add(copied, 0 if each.is_root else each.count)
+            cost.reduce.add(rates.moved(each.gathered_bytes + each.nbytes), each.count)
         cost.calls += [
             CollectiveCalls("all_gather", "shard", ranks, each.gathered_bytes,
                             gathers * each.count * layout.passes, plan.weight_codec),
@@ -115,11 +128,11 @@ def shard_cost(
             continue
         made = passes[each.unit]
         forward, backward = made.forward_seconds, made.backward_seconds
-        cost.forward.add(rates.beside(gather, forward), each.count)
-        cost.backward.add(rates.beside(gather, backward), each.count)
+        for end, seconds in ((cost.forward, forward), (cost.backward, backward)):
+            end.add(beside(gather, seconds, rates), each.count)
         if hidden:
             room = max(0.0, backward - gather.seconds * rates.exchange_slowdown)
-            cost.reduce.add(rates.beside(scatter, room), max(0, each.count - 1))
+            cost.reduce.add(beside(scatter, room, rates), max(0, each.count - 1))
             cost.reduce.add(scatter)
         else:
             cost.reduce.add(scatter, each.count)

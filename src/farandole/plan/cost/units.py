@@ -16,11 +16,12 @@ from fnmatch import fnmatchcase
 
 from ...core.step_model.slowest import largest_normal
 from ...core.vocabulary.codec_spec import CodecSpec
+from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
 from ..model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts
 from .divided import divided_gradients
 from .layout import RunLayout
-from .rates import Rates, Spent
+from .rates import PassWork, Rates, Spent
 
 _BACKWARD_MOVED = 2.0
 """What backward reads and writes, over forward: for each operation gradients of its input and of its weights."""
@@ -31,6 +32,10 @@ _CAST_MOVED = 2.0
 """What autocast reads and writes of weights, over reading them: float32 is read, 16 bits are written and read."""
 _ACCUMULATED = 3.0
 """What adding a gradient to that of earlier passes moves, over its bytes: both are read, and one is written."""
+_SHARD_STARTS = (90, 120)
+"""What the host does for a unit of stage 3, in starts of an operation, forward and backward: FSDP2 gathers, copies
+and scatters by Python and many small operations. Measured in torch 2.13 on two cores, 24 units on one rank: see
+docs/cost-model.md."""
 _COUNT_BYTES = 8
 _MARK_BYTES = 4
 """What travels beside a sum of partial gradients: a number that says which they are."""
@@ -137,6 +142,7 @@ def pass_of(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates: Ra
 def _computing(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates: Rates) -> tuple[Spent, Spent]:
     divided, samples = unit.tensor.flops if unit.tensor else 0.0, layout.samples
     flops_share = share_of(unit, profile, layout, divided=divided, whole=unit.forward_flops)
+    more = _SHARD_STARTS if layout.plan.zero == MOST_ZERO and is_block(unit, profile) else (0, 0)
     times = unit.times
     if times is not None:
         passes = []
@@ -149,53 +155,64 @@ def _computing(unit: ModelUnit, profile: ModelProfile, layout: RunLayout, rates:
                 seconds *= _in_precision(unit, flops * samples * flops_share, layout, rates)
             spread = {"value": 0.0, "best": -times.spread, "worst": times.spread}[rates.case]
             passes.append(rates.measured(seconds * (1.0 + spread)))
+            passes[-1].add(rates.launched(more[len(passes) - 1]))
         return passes[0], passes[1]
     moved = unit.moved_bytes * samples * activation_share(unit, profile, layout) * layout.width
     own = (sum(each.nbytes for each in unit.gradients) + unit.frozen_bytes) * layout.gradient_width
     own /= layout.degrees.tensor if divides(unit, layout) is not None else 1
-    forward = _unit_pass(
-        unit, unit.forward_flops * samples * flops_share, moved + (_CAST_MOVED if layout.casts else 1.0) * own,
-        layout, rates,
-    )  # fmt: skip
-    backward = _unit_pass(
-        unit, unit.backward_flops * samples * flops_share,
+    fused = unit.fused_flops, unit.fused_backward_flops
+    if _in_slices(unit, layout, rates):
+        fused = 0.0, 0.0
+    products = unit.forward_flops - fused[0], unit.backward_flops - fused[1]
+    wide = unit.uncast_flops / (products[0] or 1.0) if layout.casts else 0.0
+    scale = samples * flops_share
+    moved_bytes = (
+        moved + (_CAST_MOVED if layout.casts else 1.0) * own,
         _BACKWARD_MOVED * moved + (2.0 + (_ACCUMULATED if layout.passes > 1 else 0.0)) * own,
-        layout, rates, times=2,
+    )
+    forward, backward = (
+        rates.unit_pass(
+            PassWork(
+                scale * products[way], moved_bytes[way], times * unit.operations + more[way],
+                times * unit.products, scale * fused[way], wide,
+            ),
+            layout.plan.precision,
+        )
+        for way, times in enumerate((1, 2))
     )  # fmt: skip
     return forward, backward
 
 
-def _unit_pass(
-    unit: ModelUnit, flops: float, moved_bytes: float, layout: RunLayout, rates: Rates, *, times: int = 1
-) -> Spent:
-    """Return a pass with `times` the operations of a forward pass; what autocast leaves is computed in fp32."""
-    wide, operations = _wide_share(unit, layout), times * unit.operations
-    spent = rates.unit_pass((1 - wide) * flops, moved_bytes, (1 - wide) * operations, layout.plan.precision)
-    if wide:
-        spent.add(rates.unit_pass(wide * flops, 0.0, wide * operations, "fp32"))
-    return spent
-
-
-def _wide_share(unit: ModelUnit, layout: RunLayout) -> float:
-    """Return what of a unit's FLOPs autocast leaves in float32."""
-    return unit.uncast_flops / unit.forward_flops if layout.casts and unit.forward_flops else 0.0
+def _in_slices(unit: ModelUnit, layout: RunLayout, rates: Rates) -> bool:
+    """Return whether attention of a ring is matrix products of slices, as it is on accelerators."""
+    facts = unit.attention
+    if facts is None or layout.degrees.context == 1 or rates.cluster.on_cpus:
+        return False
+    if context_kind(facts, layout) == "heads":
+        return False
+    rates.assumed.add("attention of rings: what its scores move on accelerators is not in the prediction")
+    return True
 
 
 def _in_precision(unit: ModelUnit, flops: float, layout: RunLayout, rates: Rates) -> float:
     """Return by what times that were measured in fp32 change in the plan's precision: as the rates do."""
-    size = flops / unit.operations if unit.operations else flops
+    size = flops / (unit.products or unit.operations or 1)
     if not flops or "fp32" not in rates.cluster.device.compute:
         return 1.0
     rates.assumed.add(
         f"units were measured in fp32: in {layout.plan.precision} they are scaled by the device's rates"
     )
-    wide, share = rates.seconds_of_flops(flops, "fp32", size), _wide_share(unit, layout)
-    return share + (1 - share) * rates.seconds_of_flops(flops, layout.plan.precision, size) / wide
+    share = unit.uncast_flops / unit.forward_flops if layout.casts and unit.forward_flops else 0.0
+    wide = rates.products(flops, "fp32", size).seconds
+    return share + (1 - share) * rates.products(flops, layout.plan.precision, size).seconds / wide
 
 
-def attention_flops(facts: AttentionFacts) -> float:
-    """Return what attention computes of one sample in forward beside its projections: causal, 2 products."""
-    return 2.0 * facts.sequence * query_bytes(facts) / 4
+def attention_flops(unit: ModelUnit) -> float:
+    """Return what attention computes of one sample in forward beside its projections: 2 products."""
+    facts = unit.attention
+    if facts is None:
+        return 0.0
+    return unit.fused_flops or 2.0 * facts.sequence * query_bytes(facts) / 4
 
 
 def query_bytes(facts: AttentionFacts) -> float:
@@ -207,8 +224,7 @@ def _weight_share(unit: ModelUnit) -> float:
     """Return what of backward is for weights: as many products as forward has, but for those of attention."""
     if not unit.backward_flops:
         return 0.5
-    without = unit.forward_flops - (attention_flops(unit.attention) if unit.attention else 0.0)
-    return min(1.0, max(0.0, without / unit.backward_flops))
+    return min(1.0, max(0.0, (unit.forward_flops - attention_flops(unit)) / unit.backward_flops))
 
 
 # -- exchanges -------------------------------------------------------------------------------------
@@ -281,8 +297,8 @@ def _add_context(made: UnitPass, unit: ModelUnit, layout: RunLayout, rates: Rate
     stride = layout.stride("context")
     hop = rates.exchange("send", ranks, stride, keys * layout.width)
     wide = rates.exchange("send", ranks, stride, keys)
-    flops = attention_flops(facts) * layout.samples / (ranks * ranks * split)
-    block = rates.seconds_of_flops(flops, layout.plan.precision, flops / 2)
+    flops = attention_flops(unit) * layout.samples / (ranks * ranks * split)
+    block = rates.products(flops, layout.plan.precision, flops / 2).seconds
     forward = hop.scaled_to(max(0.0, hop.seconds - block)).times(ranks - 1)
     back = Spent()
     back.add(hop)

@@ -48,7 +48,7 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
         yield f"{layout.samples:g} samples a pass were not measured; {extrapolated}"
     if all(unit.times is None for unit in profile.units):
         yield "no unit was measured (plan --measure times them): computing is what the device's rates say"
-    presets = _presets(rates)
+    presets = _presets(rates, attends=any(unit.fused_flops for unit in profile.units))
     if presets:
         yield f"preset, not measured: {_names(presets)}"
     if isinstance(layout.plan.recompute, tuple):
@@ -75,14 +75,17 @@ def _of_experts(placed: PlacedModel) -> Iterator[str]:
         yield "experts: even load is assumed"
 
 
-def _presets(rates: Rates) -> list[str]:
+def _presets(rates: Rates, *, attends: bool) -> list[str]:
     device, found = rates.cluster.device, []
     groups: list[tuple[str, list[Coefficient]]] = [
         ("device.compute", [rate.flops_per_second for each in device.compute.values() for rate in each]),
         ("device.memory_bytes_per_second", [device.memory_bytes_per_second]),
     ]
+    if attends:
+        groups.append(("device.attention_flops_per_second", list(device.attention_flops_per_second.values())))
     for i, tier in enumerate(rates.cluster.tiers):
         costs = [c for each in tier.collectives.values() for c in (each.latency_seconds, each.bytes_per_second)]
+        costs += [tier.pair_bytes_per_second] if tier.pair_bytes_per_second is not None else []
         groups.append((f"tiers.{i} ({tier.name})", costs))
     for name, coefficients in groups:
         if any(each.source == "preset" for each in coefficients):

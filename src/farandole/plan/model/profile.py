@@ -126,6 +126,12 @@ class ModelUnit:
     """What backward needs, in fp32, without parameters."""
     output_bytes: float
     """What goes to the next unit, in fp32."""
+    products: int = 0
+    """What of `operations` are products of matrices or convolutions; 0: not known."""
+    fused_flops: float = 0.0
+    """What of `forward_flops` attention in one kernel computes: with a causal mask half of all scores."""
+    fused_backward_flops: float = 0.0
+    """The same of `backward_flops`."""
     uncast_flops: float = 0.0
     """What of `forward_flops` autocast leaves in the type of its weights, as experts of transformers are."""
     tensor: TensorFacts | None = None

@@ -24,6 +24,10 @@ VERSION = 1
 _BETWEEN = "/"
 _POSITIVE = ("samples", "count", "experts", "heads", "divides", "rows", "columns", "element_bytes", "sequence")
 """Fields of which 0 says nothing."""
+_PARTS = (
+    ("fused_flops", "forward_flops"), ("fused_backward_flops", "backward_flops"), ("products", "operations"),
+)  # fmt: skip
+"""Figures of a unit that are parts of others."""
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
@@ -166,6 +170,10 @@ def _check(profile: ModelProfile, where: str) -> None:
         raise ConfigError(f"{where}: device = {profile.device!r}, expected 'cpu' or 'cuda'", remedy=_REMEDY)
     for number, unit in enumerate(profile.units):
         path = f"{where}: units.{number}"
+        for part_name, whole_name in _PARTS:
+            some, whole = getattr(unit, part_name), getattr(unit, whole_name)
+            if some > whole * (1 + 1e-6):
+                raise ConfigError(f"{path}.{part_name} = {some:g}, more than {whole_name} = {whole:g}")
         for name in ("tensor", "expert"):
             part = getattr(unit, name)
             if part is not None and part.flops > unit.forward_flops * (1 + 1e-6):

@@ -146,8 +146,12 @@ def pass_seconds(unit: ModelUnit, cluster: Cluster, precision: str) -> tuple[flo
     if unit.times is not None and precision == "fp32":
         return unit.times.forward_sample_seconds, unit.times.backward_sample_seconds
     name = "bf16" if precision == "bf16-weights" else precision
-    rates = cluster.device.compute.get(name) or next(iter(cluster.device.compute.values()))
+    device = cluster.device
+    rates = device.compute[device.compute_as(name) or next(iter(device.compute))]
     best = max(each.flops_per_second.value for each in rates)
+    attention = device.attention_as(name)
+    if attention:
+        best = max(best, device.attention_flops_per_second[attention].value)
     return unit.forward_flops / best, unit.backward_flops / best
 
 

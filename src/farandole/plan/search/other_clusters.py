@@ -26,8 +26,11 @@ def with_faster_link(cluster: Cluster, factor: float) -> Cluster:
         name: replace(cost, bytes_per_second=_times(cost.bytes_per_second, factor))
         for name, cost in outer.collectives.items()
     }
-    line = None if outer.line_bytes_per_second is None else _times(outer.line_bytes_per_second, factor)
-    tier: Tier = replace(outer, collectives=faster, line_bytes_per_second=line)
+    line, pair = (
+        None if each is None else _times(each, factor)
+        for each in (outer.line_bytes_per_second, outer.pair_bytes_per_second)
+    )  # fmt: skip
+    tier: Tier = replace(outer, collectives=faster, line_bytes_per_second=line, pair_bytes_per_second=pair)
     return replace(cluster, tiers=(*cluster.tiers[:-1], tier))
 
 

@@ -10,6 +10,12 @@ from torch.utils import flop_counter
 
 _ATEN = torch.ops.aten
 _PLAIN_NAMESPACES = ("aten", "prims", "prim", "profiler", "c10d", "_c10d_functional")
+_FUSED = {
+    getattr(_ATEN, f"_scaled_dot_product_{kind}{way}")
+    for kind in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+    for way in ("", "_backward")
+}
+"""Attention in one kernel, of (samples, heads, tokens, width)."""
 _HEAVY = ("fft", "linalg", "svd", "cholesky", "_thnn", "cudnn_rnn", "miopen_rnn", "cdist", "triangular_solve")
 """Parts of the names of operations that compute much, and for which there is no formula here."""
 
@@ -21,13 +27,31 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     """
     packet = func.overloadpacket
     if packet in _OWN:
-        return _OWN[packet](args, out)
+        return _OWN[packet](args, out) * _computed_share(func, args, kwargs)
     formula = flop_counter.flop_registry.get(packet)
     if formula is not None:
-        return float(formula(*args, **kwargs, out_val=out))
+        return float(formula(*args, **kwargs, out_val=out)) * _computed_share(func, args, kwargs)
     name = str(func.name()).partition("::")
     is_known = name[0] in _PLAIN_NAMESPACES and not any(part in name[2] for part in _HEAVY)
     return 0.0 if is_known else None
+
+
+def is_fused_attention(func: Any) -> bool:
+    """Return whether a call is attention in one kernel."""
+    return func.overloadpacket in _FUSED
+
+
+def _computed_share(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return what of all scores a kernel computes: with `is_causal` it leaves out what a token may not see."""
+    if not is_fused_attention(func):
+        return 1.0
+    names = [each.name for each in func._schema.arguments]
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    queries, keys = named["query"].shape[-2], named["key"].shape[-2]
+    if not named.get("is_causal", False) or not queries or not keys:
+        return 1.0
+    seen = min(queries, keys)
+    return float((seen * (seen + 1) / 2 + (queries - seen) * keys) / (queries * keys))
 
 
 def _attention(args: Sequence[Any], _: Any) -> float:

@@ -25,7 +25,7 @@ from ...parallel.context.attention import AttentionCall
 from ..memory.fake_pass import errors_of_pass
 from ..memory.live_storages import storages_of
 from ..memory.user_pass import Loss, forward_loss, passes_of
-from .flops import flops_of
+from .flops import flops_of, is_fused_attention
 from .marks import Marks
 from .spans import PassSpans, fp32_bytes
 
@@ -101,7 +101,9 @@ class PassRecorder(TorchDispatchMode):
         if self.is_backward:
             node = torch._C._current_autograd_node()
             if node is not None:
-                self.spans.of_node(node._sequence_nr()).backward_flops += flops
+                span = self.spans.of_node(node._sequence_nr())
+                span.backward_flops += flops
+                span.attention.backward_flops += flops if is_fused_attention(func) else 0.0
             return out
         self._count_forward(func, tree_leaves((args, named)), tree_leaves(out), flops)
         return out
@@ -113,6 +115,10 @@ class PassRecorder(TorchDispatchMode):
         for each in inputs:
             self._note_use(each)
         span.forward_flops += flops
+        if is_fused_attention(func):
+            span.attention.flops += flops
+        else:
+            span.products += flops > 0
         if func.overloadpacket is torch.ops.aten._grouped_mm and inputs[0].dtype == torch.float32:
             span.uncast_flops += flops
         if self._inside["expert"]:

@@ -34,6 +34,9 @@ class Attention:
     sequence: int = 0
     saved_bytes: float = 0.0
     has_dropout: bool = False
+    flops: float = 0.0
+    """What attention in one kernel computes."""
+    backward_flops: float = 0.0
     undivided: str = ""
     """What context parallel refuses; with it the sequences of the model cannot be divided."""
 
@@ -70,6 +73,7 @@ class PassSpan:
     backward_flops: float = 0.0
     uncast_flops: float = 0.0
     operations: int = 0
+    products: int = 0
     moved_bytes: float = 0.0
     saved_bytes: float = 0.0
     output_bytes: float = 0.0

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
@@ -37,6 +40,7 @@ _NEEDS_VALUES = (
     UnsupportedOperatorException,
     NotImplementedError,
 )
+_ONE_AT_A_TIME = threading.RLock()
 _NO_VALUES = re.compile(r"is not supported for tensor subclasses|\bmeta (tensors?|device)\b", re.IGNORECASE)
 """What torch says of `.numpy()` and `.tolist()` of a fake tensor, and of values of a tensor on the meta device."""
 
@@ -49,8 +53,33 @@ def needs_values(error: BaseException) -> bool:
 @contextlib.contextmanager
 def fake_mode() -> Iterator[None]:
     """Make tensors without memory inside. Real tensors that operations meet become fake."""
-    with grouped_products(), FakeTensorMode(allow_non_fake_inputs=True):
+    with grouped_products(), _positions_in_order(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
+
+
+@contextlib.contextmanager
+def _positions_in_order() -> Iterator[None]:
+    """Tell transformers that positions which a model counts itself are those of one sequence a sample.
+
+    It reads their values for that, and where it cannot, attention gets a mask and no `is_causal`. Positions of one
+    row for all samples are taken for such; those that a batch brings have rows of their own.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with _ONE_AT_A_TIME:
+        usual = masks.find_packed_sequence_indices
+
+        def find(position_ids: torch.Tensor) -> torch.Tensor | None:
+            row = position_ids._base if isinstance(position_ids, FakeTensor) else None
+            return None if row is not None and row.dim() == 1 else usual(position_ids)
+
+        masks.find_packed_sequence_indices = find
+        try:
+            yield
+        finally:
+            masks.find_packed_sequence_indices = usual
 
 
 @contextlib.contextmanager

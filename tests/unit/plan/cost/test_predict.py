@@ -226,12 +226,12 @@ def test_a_table_of_buckets_is_replayed_as_buckets_are(shares_core: bool) -> Non
         for b in table.kinds
     ]
     got = table.replay(loads, begins, each, link, slow=1.1, shares_core=shares_core)
-    one_by_one = [
-        loads[table.kinds.index(bucket.kind())]._replace(
-            ready_seconds=1.1 * (begins[bucket.place] + bucket.progress * each[bucket.place])
-        )
-        for bucket in buckets
-    ]
+    one_by_one, sent = list[BucketLoad](), 0.0
+    for bucket in buckets:
+        load = loads[table.kinds.index(bucket.kind())]
+        alone = begins[bucket.place] + bucket.progress * each[bucket.place]
+        one_by_one.append(load._replace(ready_seconds=alone + 0.1 * min(alone, sent)))
+        sent += load.intra_host_seconds + load.on_link(link)
     expected = replay_buckets(one_by_one, link, shares_core=shares_core)
     assert got.end_seconds == pytest.approx(expected.end_seconds, rel=1e-12), "the recurrence, bucket by bucket"
     assert got.cpu_seconds == pytest.approx(expected.cpu_seconds, rel=1e-12), "of codecs and inside the host"
@@ -388,6 +388,24 @@ def test_an_exchange_is_slower_only_while_something_is_computed() -> None:
     assert alone < beside <= whole * (1 + 1e-9), f"{alone}, {beside}, and {whole} if nothing is hidden"
 
 
+def test_a_computation_is_slower_only_while_something_travels() -> None:
+    """Backward of 4,000 samples hides all buckets but the last, and is slower for as long as they take."""
+    plain = cluster_of(4, RANKS, latency_seconds=0.0)
+    profile, plan = transformer(layers=8, hidden=128, sequence=64, heads=8), Candidate(Plan(), RANKS, 4000 * RANKS)
+    alone, slow = (
+        predict(profile, replace(plain, compute_slowdown=Coefficient(each)), plan) for each in (1.0, 1.5)
+    )
+    (buckets,) = {call.count for call in alone.collectives if call.degree == "data"}
+    whole = sum(
+        call.count * Rates(plain).exchange(call.operation, RANKS, 1, call.nbytes).seconds
+        for call in alone.collectives
+        if call.degree == "data"
+    )
+    assert buckets >= 1
+    assert alone.terms["data"] <= whole < 0.01 * alone.terms["compute"]
+    assert slow.terms["data"] - alone.terms["data"] <= 0.5 * whole * (1 + 1e-9)
+
+
 def test_sums_of_shards_are_waited_for_on_cpus() -> None:
     plain = cluster_of(4, RANKS)
     here, there = (replace(plain, fingerprint={"backend": each}) for each in ("gloo", "nccl"))
@@ -396,13 +414,13 @@ def test_sums_of_shards_are_waited_for_on_cpus() -> None:
     )
 
 
-@pytest.mark.parametrize(("keys", "term", "passes"), [
-    ({"tensor": 4}, "tensor", 3.0),
-    ({"context": 4, "context_kind": "heads"}, "context", 3.0),
-    ({"zero": 3}, "straggler", 2.0),
+@pytest.mark.parametrize(("keys", "term", "passes", "starts"), [
+    ({"tensor": 4}, "tensor", 3.0, 0),
+    ({"context": 4, "context_kind": "heads"}, "context", 3.0, 0),
+    ({"zero": 3}, "straggler", 2.0, 6 * 120),
 ])  # fmt: skip
 def test_ranks_that_vary_wait_for_the_slowest_inside_of_passes(
-    keys: dict[str, Any], term: Term, passes: float
+    keys: dict[str, Any], term: Term, passes: float, starts: int
 ) -> None:
     """1.0294 standard deviations for four ranks (David and Nagaraja 2003); of ZeRO-3 on a CPU backward alone."""
     profile, cluster = transformer(layers=6, forward_seconds=1e-3), cluster_of(4)
@@ -411,9 +429,11 @@ def test_ranks_that_vary_wait_for_the_slowest_inside_of_passes(
     ))  # fmt: skip
     candidate = Candidate(Plan(**keys), 4, 16)
     even, more = predict(profile, cluster, candidate), predict(uneven, cluster, candidate)
-    forward = even.terms["compute"] / 3
-    assert more.terms[term] - even.terms.get(term, 0.0) == pytest.approx(0.10294 * passes * forward, rel=1e-3)
-    assert more.seconds - even.seconds == pytest.approx(0.10294 * passes * forward, rel=1e-3)
+    started = cluster.device.launch_seconds.value * starts
+    forward = predict(profile, cluster, Candidate(Plan(**(keys | {"zero": 0})), 4, 16)).terms["compute"] / 3
+    waited = 0.10294 * (passes * forward + started)
+    assert more.terms[term] - even.terms.get(term, 0.0) == pytest.approx(waited, rel=1e-3)
+    assert more.seconds - even.seconds == pytest.approx(waited, rel=1e-3)
 
 
 def test_ranks_that_meet_once_a_step_have_no_such_term() -> None:
@@ -430,4 +450,5 @@ def test_operations_on_dtensors_are_longer_to_start() -> None:
     whole, shards = (predict(profile, cluster, Candidate(Plan(zero=zero), 4, 16)).features for zero in (1, 3))
     launches = [each["device.launch_seconds"] for each in (whole, shards)]
     tensors = sum(unit.count * len(unit.gradients) for unit in profile.units)
-    assert launches[1] - launches[0] == pytest.approx(3 * 10 * tensors)
+    units = 6 * (90 + 120)
+    assert launches[1] - launches[0] - units == pytest.approx(3 * 10 * tensors), "beside what FSDP2 does for units"

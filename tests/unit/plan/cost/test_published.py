@@ -146,7 +146,7 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelProfile:
         flops, 2 * flops, 24, moved, saved, 4 * token,
         # Megatron computes the last sum of a layer again, which ours does not: it counts as one more in backward.
         tensor=TensorFacts(heads, 12 * hidden**2, flops, divided * saved, 4 * token, 2, 3),
-        attention=AttentionFacts(heads, 8 * token, SEQUENCE, 0.0), is_block=True,
+        attention=AttentionFacts(heads, 8 * token, SEQUENCE, 0.0), is_block=True, products=6,
     )  # fmt: skip
     words = UnitGradient("words", VOCABULARY, hidden, divided_by="tensor")
     embedding = ModelUnit(
@@ -157,6 +157,7 @@ def gpt(layers: int, hidden: int, heads: int) -> ModelProfile:
     products = 2 * token * VOCABULARY
     head = ModelUnit(
         "head", "Head", 1, (), 0, products, 2 * products, 6, 5 * logits, 1.5 * logits, 4.0, is_block=False,
+        products=1,
         tensor=TensorFacts(VOCABULARY, 0, products, 1.5 * logits, 4 * token, 0, 1),
     )  # fmt: skip
     units = (embedding, layer, head)
