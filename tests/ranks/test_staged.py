@@ -259,7 +259,7 @@ def test_a_rank_that_leaves_is_named() -> None:
 
 
 def descriptors_at_rest(enough: int) -> int:
-    """Open descriptors of this process without a world: the fewest in a second, as threads close theirs at last."""
+    """The fewest open descriptors in a second without a world: threads of one that is gone close theirs."""
     gc.collect()
     fewest, end = 1 << 30, time.monotonic() + 1.0
     while fewest > enough and time.monotonic() < end:
