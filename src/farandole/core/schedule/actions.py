@@ -71,25 +71,20 @@ class Schedule:
 
 
 def is_ready(action: Action, done: Container[tuple[int, str, int]], stages: int, *, divided: bool) -> bool:
-    """Return whether all that `action` `needs` is in `done`; of large schedules there are millions to ask."""
+    """Return whether all whose results `action` uses are in `done`; large schedules ask a million times."""
+    stage, kind, micro_batch = action
+    own = BACKWARD_INPUT if kind == BACKWARD_WEIGHT else FORWARD
+    if kind != FORWARD and (stage, own, micro_batch) not in done:
+        return False
+    after = crosses(action, stages, divided=divided)
+    return after is None or after in done
+
+
+def crosses(action: Action, stages: int, *, divided: bool) -> tuple[int, str, int] | None:
+    """Return the action of another stage whose result `action` uses."""
     stage, kind, micro_batch = action
     if kind == FORWARD:
-        return not stage or (stage - 1, FORWARD, micro_batch) in done
-    if kind == BACKWARD_WEIGHT:
-        return (stage, BACKWARD_INPUT, micro_batch) in done
-    after = BACKWARD_INPUT if divided else BACKWARD
-    is_last = stage + 1 >= stages
-    return (stage, FORWARD, micro_batch) in done and (is_last or (stage + 1, after, micro_batch) in done)
-
-
-def needs(action: Action, stages: int, *, divided: bool) -> list[Action]:
-    """Return the actions whose results `action` uses."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.kind == FORWARD:
-        return [Action(stage - 1, FORWARD, micro_batch)] if stage else []
-    if action.kind == BACKWARD_WEIGHT:
-        return [Action(stage, BACKWARD_INPUT, micro_batch)]
-    found = [Action(stage, FORWARD, micro_batch)]
-    if stage + 1 < stages:
-        found.append(Action(stage + 1, BACKWARD_INPUT if divided else BACKWARD, micro_batch))
-    return found
+        return (stage - 1, FORWARD, micro_batch) if stage else None
+    if kind == BACKWARD_WEIGHT or stage + 1 >= stages:
+        return None
+    return stage + 1, BACKWARD_INPUT if divided else BACKWARD, micro_batch

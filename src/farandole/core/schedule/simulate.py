@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule, needs
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule, crosses
 from .validate import validate
 
 
@@ -78,33 +78,22 @@ class Simulator:
 
     def __init__(self, schedule: Schedule) -> None:
         """Raises `PlanError` if the schedule is not valid."""
-        validate(schedule)
-        self._schedule = schedule
+        self._ranks = schedule.ranks
         self._steps: list[_ActionStep] = []
-        self._order()
-
-    def _order(self) -> None:
-        schedule, divided = self._schedule, self._schedule.divides_backward
-        known: dict[Action, int] = {}
-        position = [0] * schedule.ranks
-        count = sum(map(len, schedule.actions))
-        while len(self._steps) < count:
-            for rank, actions in enumerate(schedule.actions):
-                while position[rank] < len(actions):
-                    action = actions[position[rank]]
-                    wanted = needs(action, schedule.stages, divided=divided)
-                    if any(each not in known for each in wanted):
-                        break
-                    receiver = _receiver(schedule, action)
-                    known[action] = len(self._steps)
-                    self._steps.append(
-                        _ActionStep(
-                            rank, action, [known[each] for each in wanted],
-                            receiver if receiver != rank else None,
-                            action.stage if action.kind == FORWARD else action.stage - 1,
-                        )
-                    )  # fmt: skip
-                    position[rank] += 1
+        divided, known = schedule.divides_backward, dict[tuple[int, str, int], int]()
+        for rank, action in validate(schedule):
+            known[action] = len(self._steps)
+            # What an action uses of its own rank has ended when the rank is free.
+            after = crosses(action, schedule.stages, divided=divided)
+            is_sent = after is not None and schedule.stage_ranks[after[0]] != rank
+            receiver = _receiver(schedule, action)
+            self._steps.append(
+                _ActionStep(
+                    rank, action, known[after] if after is not None and is_sent else None,
+                    receiver if receiver != rank else None,
+                    action.stage if action.kind == FORWARD else action.stage - 1,
+                )
+            )  # fmt: skip
 
     def run(self, times: Sequence[StageTimes]) -> Simulation:
         """Return when each action runs; arguments as those of `simulate`."""
@@ -121,33 +110,27 @@ class Simulator:
         return max(self._run(times).free)
 
     def _run(self, times: Sequence[StageTimes]) -> _Ended:
-        ranks = self._schedule.ranks
-        free = [0.0] * ranks
+        free, busy = [0.0] * self._ranks, [0.0] * self._ranks
         seconds = [{kind: stage.seconds_of(kind) for kind in KINDS} for stage in times]
-        starts: list[float] = []
+        begins: list[float] = []
         ends: list[float] = []
         arrivals: list[float] = []
         """When the result of an action is on the rank that needs it; on its own rank: when it ends."""
         link_free: dict[tuple[int, int], float] = {}
-        busy = [0.0] * ranks
-        for rank, action, wanted, receiver, before in self._steps:
+        for rank, (stage, kind, _), after, receiver, before in self._steps:
             begin = free[rank]
-            for each in wanted:
-                other = self._steps[each]
-                at = arrivals[each] if other.receiver == rank else ends[each]
-                begin = max(begin, at)
-            lasts = seconds[action.stage][action.kind]
-            end = begin + lasts
-            free[rank] = end
+            if after is not None and arrivals[after] > begin:
+                begin = arrivals[after]
+            lasts = seconds[stage][kind]
+            arrival = end = free[rank] = begin + lasts
             busy[rank] += lasts
-            arrival = end
             if receiver is not None:
                 arrival = max(end, link_free.get((rank, receiver), 0.0)) + times[before].send_seconds
                 link_free[rank, receiver] = arrival
-            starts.append(begin)
+            begins.append(begin)
             ends.append(end)
             arrivals.append(arrival)
-        return _Ended(starts, ends, free, busy)
+        return _Ended(begins, ends, free, busy)
 
 
 class _Ended(NamedTuple):
@@ -161,8 +144,8 @@ class _Ended(NamedTuple):
 class _ActionStep(NamedTuple):
     rank: int
     action: Action
-    wanted: list[int]
-    """Positions of the actions whose results it uses."""
+    after: int | None
+    """Position of the action on another rank whose result it uses."""
     receiver: int | None
     """The other rank that its result is sent to."""
     before: int

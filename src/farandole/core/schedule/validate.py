@@ -11,8 +11,11 @@ from ..vocabulary.errors import PlanError
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, is_ready
 
 
-def validate(schedule: Schedule) -> None:
-    """Raise `PlanError` unless every micro-batch passes every stage once, on its rank, without a deadlock."""
+def validate(schedule: Schedule) -> list[tuple[int, Action]]:
+    """Return all actions with their ranks, in an order in which they can run.
+
+    Raises `PlanError` unless every micro-batch passes every stage once, on its rank, without a deadlock.
+    """
     if not schedule.actions or not schedule.stage_ranks or schedule.micro_batches < 1:
         _refuse(schedule, "it has no ranks, no stages or no micro-batches")
     unknown = [rank for rank in schedule.stage_ranks if not 0 <= rank < schedule.ranks]
@@ -23,7 +26,7 @@ def validate(schedule: Schedule) -> None:
         expected = set(product(schedule.stages_of(rank), kinds, range(schedule.micro_batches)))
         if len(actions) != len(expected) or set[tuple[int, str, int]](actions) != expected:
             _refuse_actions(schedule, kinds)
-    _refuse_deadlock(schedule)
+    return _in_order(schedule)
 
 
 def _refuse_actions(schedule: Schedule, kinds: Sequence[str]) -> NoReturn:
@@ -66,7 +69,8 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _refuse_deadlock(schedule: Schedule) -> None:
+def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
+    order: list[tuple[int, Action]] = []
     divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
     position = [0] * schedule.ranks
     moved = True
@@ -78,6 +82,7 @@ def _refuse_deadlock(schedule: Schedule) -> None:
                 if not is_ready(action, done, stages, divided=divided):
                     break
                 done.add(action)
+                order.append((rank, action))
                 position[rank] += 1
                 moved = True
     stuck = [
@@ -87,6 +92,7 @@ def _refuse_deadlock(schedule: Schedule) -> None:
     ]
     if stuck:
         _refuse(schedule, f"it deadlocks: each waits for another, {', '.join(stuck)}")
+    return order
 
 
 def _refuse(schedule: Schedule, why: str) -> NoReturn:

@@ -89,7 +89,9 @@ def settle(value: object, *, where: str, error: type[ConfigError]) -> None:
     for name, hint, default in _hints(type(value)):  # type: ignore[arg-type]
         given = getattr(value, name)
         if given is not default and not (hint in _PLAIN and type(given) is hint):
-            converted = convert(given, hint, where=f"{where}: {name}", name=name, error=error)
+            converted = _known(given, hint, name) if type(given) in _PLAIN else None
+            if converted is None:
+                converted = convert(given, hint, where=f"{where}: {name}", name=name, error=error)
             object.__setattr__(value, name, converted)
 
 
@@ -147,6 +149,14 @@ def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigE
             return converted
     wanted = " or ".join(_describe(option, name) for option in options if option is not type(None))
     raise error(f"{where}: expected {wanted}, got {value!r}")
+
+
+@functools.lru_cache(maxsize=4096, typed=True)
+def _known(value: Any, hint: Any, name: str) -> Any:
+    """Return what `convert` does of a plain value, or None; a search has thousands of plans of the same values."""
+    with contextlib.suppress(ConfigError):
+        return convert(value, hint, where="", name=name)
+    return None
 
 
 def _convert_one(value: Any, option: Any, name: str) -> Any:

@@ -163,7 +163,7 @@ class Rates:
         device = self.cluster.device
         name = device.attention_as(precision)
         if not name:
-            if flops and not self.cluster.on_cpus and precision != "fp32":
+            if not self.cluster.on_cpus and precision != "fp32":
                 self.assumed.add(
                     f"device.attention_flops_per_second has no {precision}: attention is taken to be as fast as "
                     "matrix products, and is slower"
@@ -220,9 +220,14 @@ class Rates:
     # -- links -------------------------------------------------------------------------------------
 
     def beside(self, exchange: Spent, computing_seconds: float) -> Spent:
-        """Return what of an exchange a computation beside it does not hide; after that one nothing slows it."""
-        slowed = exchange.seconds * self.exchange_slowdown
-        return exchange.times(max(0.0, 1.0 - computing_seconds / slowed) if slowed else 0.0)
+        """Return what an exchange adds to a computation beside it: what it makes that slower, and is not hidden.
+
+        After the computation nothing slows the exchange.
+        """
+        added, slowed = self.slowed(exchange, computing_seconds), exchange.seconds * self.exchange_slowdown
+        hidden = (computing_seconds + added.seconds) / slowed if slowed else 1.0
+        added.add(exchange, max(0.0, 1.0 - hidden))
+        return added
 
     def slowed(self, exchange: Spent, computing_seconds: float) -> Spent:
         """Return by how much a computation takes longer for an exchange beside it.

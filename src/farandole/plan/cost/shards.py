@@ -81,13 +81,6 @@ def _shard_bytes(gradients: Sequence[LocalGradient], ranks: int) -> int:
     return sum(ranks * -(-each.rows // ranks) * each.columns * each.element_bytes for each in gradients)
 
 
-def beside(exchange: Spent, computing_seconds: float, rates: Rates) -> Spent:
-    """Return what an exchange adds to a computation beside it: what it makes that slower, and is not hidden."""
-    added = rates.slowed(exchange, computing_seconds)
-    added.add(rates.beside(exchange, computing_seconds + added.seconds))
-    return added
-
-
 def shard_cost(
     profile: ModelProfile, stage: StageUnits, passes: Sequence[UnitPass], layout: RunLayout, rates: Rates
 ) -> ShardCost:  # fmt: skip
@@ -129,10 +122,10 @@ def shard_cost(
         made = passes[each.unit]
         forward, backward = made.forward_seconds, made.backward_seconds
         for end, seconds in ((cost.forward, forward), (cost.backward, backward)):
-            end.add(beside(gather, seconds, rates), each.count)
+            end.add(rates.beside(gather, seconds), each.count)
         if hidden:
             room = max(0.0, backward - gather.seconds * rates.exchange_slowdown)
-            cost.reduce.add(beside(scatter, room, rates), max(0, each.count - 1))
+            cost.reduce.add(rates.beside(scatter, room), max(0, each.count - 1))
             cost.reduce.add(scatter)
         else:
             cost.reduce.add(scatter, each.count)

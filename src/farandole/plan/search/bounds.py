@@ -11,8 +11,11 @@ with the last stage, which has the head. So the screen looks at these two, with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 from ...core.cluster.cluster import Cluster
 from ...core.cluster.collective import collective_work
@@ -35,13 +38,19 @@ _UNIT_SHARE, _HIDES = 0.1, 0.6
 """Guesses for the screen: what of an exchange nothing hides, and what of the computation may hide it."""
 
 
-class Floor(NamedTuple):
+@dataclass(frozen=True)
+class Floor:
     """What a layout takes and holds at least, and the estimate that orders predictions."""
 
     seconds: float
     nbytes: int
     screen_seconds: float
-    screen_bytes: int
+    room: Callable[[], int]
+
+    @cached_property
+    def screen_bytes(self) -> int:
+        """What it holds, estimated; of a hundred thousand layouts it is asked for those alone that are fast."""
+        return max(self.nbytes, self.room())
 
 
 class Bounds:
@@ -79,7 +88,7 @@ class Bounds:
             shards = 1.5 * exchange * layout.passes if base.zero == MOST_ZERO else exchange
             screen = compute + again + bubble + sums + max(_UNIT_SHARE * shards, shards - _HIDES * compute)
             nbytes = self._bytes(layout, parameters, divided)
-            floors.append(Floor(compute, nbytes, screen, max(nbytes, self._room.of(layout))))
+            floors.append(Floor(compute, nbytes, screen, partial(self._room.of, layout)))
         return floors
 
     def _whole(self, precision: str) -> tuple[float, float]:
@@ -163,6 +172,7 @@ class Room:
         self._ends: dict[tuple[Any, ...], list[RoughRank]] = {}
         self._states: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
         self._taken: dict[tuple[Any, ...], int] = {}
+        self._runs: dict[SearchLayout, RunLayout | None] = {}
 
     def of(self, layout: SearchLayout) -> int:
         """Return the bytes of the rank that takes most; 0 where there is no such plan."""
@@ -170,14 +180,12 @@ class Room:
         chunks = chunks_of(schedule, layout.chunks) if layout.pipeline > 1 else 1
         way = (
             layout.pipeline, layout.tensor, layout.context, layout.expert, chunks, meets, layout.recompute,
-            layout.precision,
+            layout.precision, layout.zero == MOST_ZERO,
         )  # fmt: skip
         sharing = way, layout.zero, layout.data, layout.shard
         if sharing not in self._states:
-            try:
-                plan = layout.to_candidate(self._fixed)
-                run = RunLayout.of(plan, ranks_per_host(self._cluster), on_device=not self._cluster.on_cpus)
-            except PlanError:  # what is wrong is said where it is predicted
+            run = self._run(layout)
+            if run is None:
                 return 0
             if way not in self._ends:
                 parts = ends_of(self._profile.units, layout.pipeline * chunks, chunks, meets)
@@ -190,6 +198,17 @@ class Room:
                 self._taken[key] = end.activation_bytes(layout.micro_batch, passes)
             most = max(most, state + max(step, self._taken[key]))
         return most
+
+    def _run(self, layout: SearchLayout) -> RunLayout | None:
+        """Return a plan that divides a model as `layout` does, whatever its schedule; None: there is none."""
+        key = layout._replace(micro_batch=1, passes=1, schedule="", chunks=0)
+        if key not in self._runs:
+            self._runs[key] = None
+            with contextlib.suppress(PlanError):  # what is wrong is said where it is predicted
+                plan = layout.to_candidate(self._fixed)
+                hosts = ranks_per_host(self._cluster)
+                self._runs[key] = RunLayout.of(plan, hosts, on_device=not self._cluster.on_cpus)
+        return self._runs[key]
 
 
 def ends_of(units: Sequence[ModelUnit], stages: int, chunks: int, meets: bool) -> list[Units]:

@@ -17,8 +17,9 @@ chosen.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from ...core.cluster.cluster import Cluster
@@ -47,8 +48,7 @@ WORTH = 2.0
 """Neighbours are predicted that seem to be no worse than so many times the best plan."""
 ALMOST = 1.5
 """Neighbours that seem to be over the limit by less are predicted."""
-_Ranked = tuple[tuple[bool, float], SearchLayout, Floor]
-"""A layout with its place in the order, and its floor."""
+_Ranked = tuple[SearchLayout, Floor]
 _Known = tuple[float, SearchLayout, Floor, PredictedPlan]
 """A layout that was predicted, after its score."""
 NEAR = 0.03
@@ -141,6 +141,10 @@ def find(question: SearchQuestion) -> Found:
     return _Search(question).run()
 
 
+def _bytes_of(entry: _Ranked) -> int:
+    return entry[1].screen_bytes
+
+
 def best_of_each(options: Sequence[PredictedPlan], goal: str) -> list[PredictedPlan]:
     """Return the best of those that buckets, codecs and routes alone tell apart; the best first."""
     found: dict[str, PredictedPlan] = {}
@@ -175,7 +179,7 @@ class _Search:
         return self._found
 
     def _layouts(self) -> dict[str, list[_Ranked]]:
-        """Return the layouts of each family in the order of the screen; of one that cannot fit the smallest."""
+        """Return the layouts of each family; of one that cannot fit the smallest."""
         bounds = Bounds(self._profile, self._cluster, self._request.fixed)
         by_family: dict[str, list[_Ranked]] = {}
         smallest: dict[str, _Ranked] = {}
@@ -186,14 +190,13 @@ class _Search:
             kept = by_family.setdefault(family, [])
             found.layouts += len(layouts)
             for layout, floor in zip(layouts, bounds.of(base, layouts), strict=True):
-                entry = self._place(layout, floor), layout, floor
                 if floor.nbytes <= self._limit_bytes:
-                    kept.append(entry)
+                    kept.append((layout, floor))
                     continue
                 found.too_large += 1
-                least = smallest.get(family, entry)
-                if (floor.screen_bytes, layout.micro_batch) <= (least[2].screen_bytes, least[1].micro_batch):
-                    smallest[family] = entry
+                other, least = smallest.get(family, (layout, floor))
+                if (floor.nbytes, layout.micro_batch) <= (least.nbytes, other.micro_batch):
+                    smallest[family] = layout, floor
         if not found.layouts:
             raise PlanError(self._nothing(), remedy=self._remedy())
         for family, reasons in self._space.reasons.items():
@@ -201,49 +204,56 @@ class _Search:
                 found.families[family] = max(reasons, key=lambda reason: reasons[reason])
         for family, entry in smallest.items():
             by_family[family] = by_family[family] or [entry]
-        for each in by_family.values():
-            each.sort(key=lambda entry: entry[0])
         return by_family
 
-    def _place(self, layout: SearchLayout, floor: Floor) -> tuple[bool, float]:
-        """Return the place in the order: what most likely fits by its score, then the rest by its memory."""
-        if floor.screen_bytes > self._limit_bytes:
-            return True, floor.screen_bytes
-        return False, self._screened(layout, floor)
+    def _in_order(self, entries: Iterable[_Ranked]) -> Iterator[_Ranked]:
+        """Yield what most likely fits by its score, then the rest by its memory."""
+        late = []
+        for entry in sorted(entries, key=lambda entry: self._screened(*entry)):
+            if entry[1].screen_bytes > self._limit_bytes:
+                late.append(entry)
+            else:
+                yield entry
+        yield from sorted(late, key=_bytes_of)
 
     def _screened(self, layout: SearchLayout, floor: Floor) -> float:
-        return _score(self._request.goal, floor.screen_seconds, floor.screen_bytes, layout.ranks)
+        goal = self._request.goal
+        return floor.screen_bytes if goal == "memory" else _score(goal, floor.screen_seconds, 0, layout.ranks)
 
     def _look(self, by_family: dict[str, list[_Ranked]], *, until: float) -> None:
         """Predict layouts with default buckets, until so much effort is left."""
+        first = [list(islice(self._in_order(each), FIRST_OF_A_FAMILY)) for each in by_family.values()]
         for place in range(FIRST_OF_A_FAMILY):
-            for entries in by_family.values():
+            for entries in first:
                 if place < len(entries) and (not place or self._effort > until):
-                    self._consider(*entries[place][1:])
-        rest = [entry for entries in by_family.values() for entry in entries[FIRST_OF_A_FAMILY:]]
-        rest.sort(key=lambda entry: entry[0])
-        rest = self._walk(rest, self._effort - until)
+                    self._consider(*entries[place])
+        rest = {entry[0]: entry[1] for entries in by_family.values() for entry in entries}
+        for entry in chain(*first):
+            del rest[entry[0]]
+        self._walk(self._in_order(rest.items()), rest, self._effort - until)
         if rest and not self._found.options:
-            rest.sort(key=lambda entry: entry[2].screen_bytes)
             before = self._effort
-            rest = self._walk(rest, self._request.effort, until_one_fits=True)
+            self._walk(sorted(rest.items(), key=_bytes_of), rest, self._request.effort, until_one_fits=True)
             self._effort = before
         self._found.left = len(rest)
 
-    def _walk(self, entries: list[_Ranked], effort: float, *, until_one_fits: bool = False) -> list[_Ranked]:
-        """Predict layouts with so much effort; return the others."""
+    def _walk(
+        self, entries: Iterable[_Ranked], rest: dict[SearchLayout, Floor], effort: float, *,
+        until_one_fits: bool = False,
+    ) -> None:  # fmt: skip
+        """Predict layouts with so much effort, and take them from the `rest`."""
         until = self._effort - effort
-        for number, (_, layout, floor) in enumerate(entries):
+        for layout, floor in entries:
             if self._effort <= until or (until_one_fits and self._found.options):
-                return entries[number:]
+                return
+            del rest[layout]
             self._consider(layout, floor)
-        return []
 
     def _descend(self, by_family: dict[str, list[_Ranked]], *, until: float) -> None:
         """Look around the best plans, until none of them has a better neighbour."""
         if not self._found.left:
             return
-        floors = {layout: floor for entries in by_family.values() for _, layout, floor in entries}
+        floors = dict(chain(*by_family.values()))
         known = [each for of_family in self._known.values() for each in of_family]
         seen = {layout for _, layout, _, _ in known}
         expanded: set[SearchLayout] = set()

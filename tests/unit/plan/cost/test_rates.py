@@ -14,7 +14,7 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import predict
 from farandole.plan.cost.rates import PassWork, Rates, Spent
-from farandole.plan.cost.shards import beside, sharded_units
+from farandole.plan.cost.shards import sharded_units
 from farandole.plan.cost.stages import StageUnits
 from farandole.plan.cost.units import pass_of
 from farandole.plan.search.bounds import pass_seconds
@@ -171,11 +171,21 @@ def test_computing_is_slower_while_shards_travel() -> None:
     assert root.is_root
 
 
+def test_rows_that_are_gathered_beside_forward_slow_it() -> None:
+    profile = transformer(layers=4, hidden=128, sequence=64, heads=8)
+    plan = Candidate(Plan(zero=1, overlap_gather=True), 4, 4000)
+    usual, slow = (
+        predict(profile, accelerator(slowdown=each, speed=1e9), plan).terms.get("shard", 0.0)
+        for each in (1.0, 1.5)
+    )
+    assert usual < slow, "what is hidden still slows the computation"
+
+
 @pytest.mark.parametrize(("exchange", "total"), [(1.0, 1.13), (0.5, 1.0 + 0.13 * 0.5), (2.0, 1.13 + 1.0)])
 def test_both_are_slower_while_both_run(exchange: float, total: float) -> None:
     slower = Coefficient(1.13)
     cluster = replace(accelerator(), compute_slowdown=slower, exchange_slowdown=slower)
-    assert 1.0 + beside(Spent(exchange), 1.0, Rates(cluster)).seconds == pytest.approx(total)
+    assert 1.0 + Rates(cluster).beside(Spent(exchange), 1.0).seconds == pytest.approx(total)
 
 
 @pytest.mark.parametrize("kinds", [("bf16",), ("fp16",)])

@@ -20,15 +20,16 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.cost.stages import short_schedule
 from farandole.plan.model.profile import ModelProfile
-from farandole.plan.search.bounds import Bounds, kept_at_ends
+from farandole.plan.search.bounds import Bounds, Room, kept_at_ends
 from farandole.plan.search.decide import search
 from farandole.plan.search.in_words import in_words
-from farandole.plan.search.request import SearchRequest
+from farandole.plan.search.layout import SearchLayout
+from farandole.plan.search.request import Goal, SearchRequest
 from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.search import NEAR, SearchQuestion, best_of_each, find
 from farandole.plan.search.space import Space
 
-from .models import make_cluster, make_profile
+from .models import make_cluster, make_profile, predict_plainly
 
 
 @dataclass
@@ -177,6 +178,26 @@ def test_screens_are_near_to_predictions(experts: int, fixed: dict[str, Any]) ->
     assert low > 0.7, f"{low} to {high}"
     assert 0.95 < middle < 1.2, f"{middle}"
     assert high < 1.6, f"{low} to {high}"
+
+
+@pytest.mark.parametrize(("goal", "least", "most"), [("throughput", 0.0, 0.3), ("memory", 1.0, 1.1)])
+def test_memory_is_estimated_where_the_order_needs_it(
+    goal: Goal, least: float, most: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of thousands of layouts on many ranks most are never near the front."""
+    asked, estimate = set(), Room.of
+
+    def counted(room: Room, layout: SearchLayout) -> int:
+        asked.add(layout)
+        return estimate(room, layout)
+
+    monkeypatch.setattr(Room, "of", counted)
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster(ranks=64, inside=8)
+    request = SearchRequest(64, 512, goal=goal, effort=200)
+    found = find(SearchQuestion(profile, cluster, request, predict_plainly, 500_000_000))
+    may_fit = found.layouts - found.too_large
+    assert found.left > 1000, f"{found.left}"
+    assert least <= len(asked) / may_fit <= most, f"{len(asked)} of {may_fit}"
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
