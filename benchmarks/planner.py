@@ -48,6 +48,8 @@ from farandole.plan.search.decide import search
 from farandole.plan.search.request import SearchRequest as Request
 from farandole.plan.search.result import PredictedPlan
 from farandole.train.analysis.analyse import analyse
+from farandole.train.analysis.measure import Timing, measure_units
+from farandole.train.memory.batches import Batches
 
 HERE = Path(__file__).parent
 KIB, MIB = 2**10, 2**20
@@ -123,9 +125,8 @@ class Bench:
                 return loss_of(output, batch if model == "language" else batch.detach())
 
             beside = 1 if model == "language" else 0  # all of this model's ranks are two on this machine
-            self._profiles[model] = analyse(
-                make_model, make_batch, loss=loss, measure=True, threads=1, neighbours=beside
-            )
+            timing = Timing(make_model, Batches(make_batch), loss, "cpu", threads=1, neighbours=beside)
+            self._profiles[model] = measure_units(analyse(make_model, make_batch, loss=loss), timing)
         return self._profiles[model]
 
     def forget_profiles(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -184,6 +185,71 @@ def test_bad_lines(here: Path, capsys: pytest.CaptureFixture[str], words: list[s
     error = capsys.readouterr().err
     assert said in error, error
     assert "Traceback" not in error
+
+
+ATTENTION = """\
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads, self.norm = 4, nn.LayerNorm(64)
+        self.q, self.k, self.v, self.o = (nn.Linear(64, 64) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+    def forward(self, x):
+        y = self.norm(x)
+        q, k, v = (each(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        x = x + self.o(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+def make_model():
+    return nn.Sequential(Block(), Block())
+
+def make_batch(samples=8):
+    return torch.zeros(samples, 32, 64)
+"""
+RECIPE = 'tensor_recipe={ "*.[qkv]" = "columns", "*.o" = "rows" }'
+
+
+def test_layers_that_nothing_recognises_are_divided_by_the_users_recipe(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is divided is in the prediction; what is not is said; a profile keeps the recipe that it is of."""
+    (here / "attention.py").write_text(ATTENTION)
+    functions = ["attention:make_model", "--batch", "attention:make_batch"]
+    line = ["--cluster", "cluster.toml", "--gpus", "2", "--effort", "10"]
+
+    def planned(*words: str) -> tuple[Plan, str]:
+        assert run(["plan", *words, *line, "--out", "plan.toml"]) == 0
+        return Plan.read("plan.toml"), " ".join(capsys.readouterr().out.split())
+
+    plan, said = planned(*functions, "--fix", "tensor=2", "--fix", RECIPE)
+    assert "whole on every rank" not in said, said
+    assert plan.tensor_recipe == {"*.[qkv]": "columns", "*.o": "rows"}
+    profile = read_profile("plan.profile.json")
+    block = profile.units[0]
+    assert block.tensor is not None
+    assert (block.tensor.flops, block.tensor.divides) == (block.forward_flops, 4), "by heads, all products"
+    assert block.tensor.forward_sums == 2, "of attention and of the perceptron"
+    of_profile = ["--profile", "plan.profile.json"]
+    assert planned(*of_profile, "--fix", "tensor=2")[0].tensor_recipe == plan.tensor_recipe, "from the profile"
+    one, _ = planned(*of_profile, "--fix", "tensor=1")
+    assert (one.tensor, one.tensor_recipe) == (1, {}), "a recipe says how, not that"
+    for words, told in (
+        ([*of_profile, "--fix", 'tensor_recipe={ "*.o" = "rows" }'], "was made with {'*.[qkv]': 'columns'"),
+        ([*functions, "--fix", 'tensor_recipe={ "*.out" = "rows" }'], "the pattern '*.out' matches no layer"),
+        ([*functions, "--fix", 'tensor_recipe={ "*.o" = "row" }'], "did you mean 'rows'?"),
+    ):
+        assert run(["plan", *words, *line]) == 2, told
+        assert told in capsys.readouterr().err
+    less = replace(block.tensor, flops=block.tensor.flops - 4 * 2 * 32 * 64 * 64 - block.fused_flops)
+    undivided = [replace(each, divided_by="" if "mlp" not in each.name else "tensor") for each in block.gradients]
+    units = (replace(block, tensor=less, gradients=tuple(undivided)), *profile.units[1:])
+    write_profile(replace(profile, units=units, tensor_recipe={}), here / "less.json")
+    _, said = planned("--profile", "less.json", "--fix", "tensor=2")
+    assert "53% of what 0 computes whole on every rank: 0.o.weight, 0.v.weight, 0.k.weight, 0.q.weight" in said
 
 
 def test_a_model_that_fits_nowhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def test_products_of_groups_have_their_shapes_and_flops_in_any_type(
         model = Product()
         x = torch.ones(rows, dtype=dtype)
         faked = model(x)
-        found = record(model, x, lambda made, _: made.float().sum(), find_marks(model), device="cpu")
+        found = record(model, x, lambda made, _: made.float().sum(), find_marks(model, {}), device="cpu")
     assert (faked.shape, faked.dtype) == (real.shape, real.dtype)
     assert sum(each.forward_flops for each in found.spans.all) == flops
     assert sum(each.uncast_flops for each in found.spans.all) == flops * (dtype == torch.float32)
@@ -101,7 +101,7 @@ def test_products_that_cast_themselves_are_no_work_in_float32() -> None:
 
     with fake_mode():
         model = Product()
-        found = record(model, torch.ones(8, 16), None, find_marks(model), device="cpu")
+        found = record(model, torch.ones(8, 16), None, find_marks(model, {}), device="cpu")
     assert sum(each.forward_flops for each in found.spans.all) > 0
     assert sum(each.uncast_flops for each in found.spans.all) == 0
 

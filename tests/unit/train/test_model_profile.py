@@ -173,7 +173,7 @@ def test_tokens_may_be_divided_where_nothing_whole_mixes_them() -> None:
     cases = [(_Wrapped(more), more in right) for more in [*right, *wrong]]
     cases.append((_Wrapped(batch_first=False), False))
     for block, expected in cases:
-        assert may_divide_tokens(find_marks(nn.Sequential(block)), block) == expected, f"{block.more}"
+        assert may_divide_tokens(find_marks(nn.Sequential(block), {}), block) == expected, f"{block.more}"
 
 
 def test_tokens_of_a_block_with_a_second_sequence_stay_whole() -> None:
@@ -424,7 +424,8 @@ def test_an_unknown_optimizer_is_named() -> None:
 
 def test_seconds_are_measured_for_each_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farandole.train.analysis.measure.LEAST_SECONDS", 0.0)
-    profile = analyse(lambda: Language(tied=False, blocks=5), words, loss=next_word, measure=True, threads=1)
+    timing = Timing(lambda: Language(tied=False, blocks=5), Batches(words), next_word, "cpu", threads=1)
+    profile = measure_units(analyse(timing.make_model, words, loss=next_word), timing)
     assert profile.measured["threads"] == "1", "as a rank has"
     for unit in profile.units:
         times = unit.times
@@ -502,7 +503,7 @@ def test_positions_of_packed_sequences_are_those_of_the_batch() -> None:
         with fake_mode():
             make_fake(model, "cpu", None)
             batch = tree_map(torch.empty_like, {"input_ids": tokens, "labels": tokens, **positions})
-            marks = find_marks(model)
+            marks = find_marks(model, {})
             seen = record(model, batch, lambda outputs, _: outputs.loss, marks, device="cpu")
         fused.append(sum(span.attention.flops for span in seen.spans.all))
     assert fused == [4 * 2 * 8 * 9 / 2 * 64, 4 * 2 * 8 * 8 * 64], "the batch's positions make a mask"

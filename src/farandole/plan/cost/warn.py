@@ -12,6 +12,8 @@ from .step import PlacedModel
 from .units import divides
 
 _MOST_NAMES = 4
+_MUCH = 0.1
+"""A share of a unit that is worth a word."""
 
 
 def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
@@ -22,12 +24,8 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
             f"the profile has operations of {profile.device!r}, and ranks of {rates.cluster.name} run those of "
             f"{rates.cluster.operations!r}: analyse the model again for this cluster"
         )
-    whole = [
-        unit.name for unit in profile.units
-        if layout.degrees.tensor > 1 and divides(unit, layout) is None and unit.gradients
-    ]  # fmt: skip
-    if whole:
-        yield f"tensor = {layout.degrees.tensor} leaves {_names(whole)} whole on every rank: they have no recipe"
+    if layout.degrees.tensor > 1:
+        yield from _of_tensor(placed)
     if layout.plan.sequence_parallel:
         ranks = layout.degrees.tensor * layout.degrees.context
         yield (
@@ -61,6 +59,28 @@ def warnings_of(placed: PlacedModel, rates: Rates) -> Iterator[str]:
     yield from _of_experts(placed)
     yield from profile.notes
     yield from sorted(rates.assumed)
+
+
+def _of_tensor(placed: PlacedModel) -> Iterator[str]:
+    """Name what computes the same on all ranks that divide layers."""
+    layout, whole = placed.layout, []
+    begin = f"tensor = {layout.degrees.tensor} leaves"
+    for unit in placed.profile.units:
+        facts, matrices = divides(unit, layout), [each for each in unit.gradients if each.columns > 1]
+        if facts is None:
+            whole += [unit.name] if matrices else []
+            continue
+        degrees, computed = ["tensor"], unit.forward_flops
+        if unit.expert is not None and layout.degrees.expert > 1:
+            degrees, computed = ["tensor", "expert"], computed - unit.expert.flops
+        names = [each.name for each in matrices if each.divided_by not in degrees]
+        if names and computed - facts.flops > _MUCH * computed:
+            yield (
+                f"{begin} {1 - facts.flops / computed:.0%} of what {unit.name} computes whole on every rank: "
+                f"{_names(names)} (--fix tensor_recipe: docs/tensor.md)"
+            )
+    if whole:
+        yield f"{begin} {_names(whole)} whole on every rank: they have no recipe"
 
 
 def _of_experts(placed: PlacedModel) -> Iterator[str]:

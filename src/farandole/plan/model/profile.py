@@ -179,6 +179,8 @@ class ModelProfile:
     """What is not known: blocks without a recipe, operations without a count."""
     device: str = ""
     """"cpu" or "cuda": whose operations were counted. Empty: not known."""
+    tensor_recipe: Mapping[str, str] = field(default_factory=dict)
+    """The plan key that the model was analysed with; plans that divide layers have it."""
     measured: Mapping[str, str] = field(default_factory=dict)
     """Where `times` come from: host, threads, date. Empty: nothing was measured."""
 

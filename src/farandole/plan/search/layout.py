@@ -83,7 +83,10 @@ class SearchLayout(NamedTuple):
             keys["micro_batches"] = self.passes
         else:
             keys["accumulate"] = self.passes
-        plan = Plan(**{**keys, **fixed, **tuned})
+        keys |= fixed
+        if self.tensor == 1:
+            keys.pop("tensor_recipe", None)  # it says how layers would be divided, and not that they are
+        plan = Plan(**{**keys, **tuned})
         refuse_combinations(plan, self.degrees)
         refuse_codecs_of_rows(plan)
         return Candidate(plan, self.ranks, self.micro_batch * self.passes * self.sample_ranks)

@@ -6,7 +6,7 @@ run on fake tensors. Then the model is made with memory, and one small pass is r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -45,9 +45,7 @@ def analyse(
     loss: Loss | None = None,
     optimizer: str = "adamw",
     device: str = "cpu",
-    measure: bool = False,
-    threads: int | None = None,
-    neighbours: int = 0,
+    tensor_recipe: Mapping[str, str] | None = None,
 ) -> ModelProfile:
     """Return the profile of a model: its units, what they compute, keep and send, per sample.
 
@@ -61,23 +59,22 @@ def analyse(
             of what it returns.
         optimizer: a name as in ``farandole estimate``.
         device: "cpu" or "cuda": whose operations are counted. GPUs may be missing here; see `operations_of`.
-        measure: whether each distinct unit is also run for real on this machine, forward and backward, for its
-            seconds: two of the blocks that are alike, whose parameters are random if not all fit.
-        threads: compute threads while measuring: those that a rank would have; None: those of this process.
-        neighbours: how many other ranks this host will have; while measuring, as many processes compute, as far as
-            there are cores for them.
+        tensor_recipe: as the plan key, what tensor parallel does with layers that are not recognised.
 
     Returns:
-        The profile. `notes` name what is not known: parts without a recipe, operations without a count.
+        The profile, without seconds (`measure_units`). `notes` name what is not known: parts without a recipe,
+        operations without a count.
 
     Raises:
         ConfigError: what the user's functions raise or return is no training; with their file and line.
+        PlanError: a pattern of the recipe matches no layer.
     """
+    tensor_recipe = tensor_recipe or {}
     batches = Batches(make_batch)
     notes: list[str] = []
     states = optimizer_facts(optimizer, torch.float32, device)
     model = make_on_meta(make_model, notes)
-    marks = find_marks(model)
+    marks = find_marks(model, tensor_recipe)
     runs_on = counted_on(device)
     try:
         with fake_mode(), operations_of(device):
@@ -95,12 +92,12 @@ def analyse(
         notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
         model, batch, samples = _make_real(make_model, batches, runs_on)
         with operations_of(device):
-            found = _TwoPasses(model, batch, samples, loss, runs_on).record(find_marks(model), {})
+            found = _TwoPasses(model, batch, samples, loss, runs_on).record(find_marks(model, tensor_recipe), {})
         reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=False)
         memory, why = _real_memory(model, batch, loss, optimizer, device)
     notes += [note for note in (*why, *found.notes) if note not in notes]
     parameter = nn.Parameter(torch.zeros(8, 4, dtype=torch.float32, device="cpu"))
-    profile = ModelProfile(
+    return ModelProfile(
         name=type(model).__name__,
         units=tuple(found.units),
         samples=samples,
@@ -116,12 +113,8 @@ def analyse(
         can_be_cut=reason,
         tied=_tied(model),
         notes=tuple(notes),
+        tensor_recipe=tensor_recipe,
     )
-    if measure:
-        from .measure import Timing, measure_units
-
-        return measure_units(profile, Timing(make_model, batches, loss, device, threads, neighbours))
-    return profile
 
 
 def _tied(model: nn.Module) -> tuple[str, ...]:

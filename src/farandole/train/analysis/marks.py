@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,11 +41,17 @@ class Marks:
     experts: dict[nn.Module, int] = field(default_factory=dict)
     """Modules that hold all experts of a layer, with how many these are."""
     names: dict[nn.Module, str] = field(default_factory=dict)
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Whole numbers of modules that the user's recipe divides, by name of the module."""
     notes: list[str] = field(default_factory=list)
 
 
-def find_marks(model: nn.Module) -> Marks:
-    """Return what is known of the modules of `model`. Nothing is changed."""
+def find_marks(model: nn.Module, tensor_recipe: Mapping[str, str]) -> Marks:
+    """Return what is known of the modules of `model`. Nothing is changed.
+
+    Raises `PlanError` for a pattern of the user's recipe that matches nothing, or modules of other kinds.
+    """
+    plan = Plan(tensor=2, tensor_recipe=tensor_recipe)
     marks = Marks(names={module: name for name, module in model.named_modules()})
     for name, module in model.named_modules():
         if isinstance(module, MixtureOfExperts):
@@ -53,17 +60,17 @@ def find_marks(model: nn.Module) -> Marks:
             marks.experts[module] = int(vars(module)["num_experts"])
         elif type(module).__name__.endswith("Experts"):
             marks.notes.append(f"{name} ({type(module).__name__}): experts of a form that is not known")
-    recipe, unknown = find_recipe(model, Plan())
+    recipe, unknown = find_recipe(model, plan)
     if unknown:
         marks.notes.append(f"tensor: styles of transformers that are not known: {', '.join(unknown)}")
     if not any(part.kind != "whole" for part in recipe.parts.values()):
         return marks
     try:
-        refuse_layers(model, recipe, Plan())
+        refuse_layers(model, recipe, plan)
     except PlanError as error:
         marks.notes.append(str(error))
         return marks
-    units = find_units(model, recipe)
+    units, marks.numbers = find_units(model, recipe), recipe.attributes
     for name, part in recipe.parts.items():
         if part.kind != "whole":
             marks.layers[model.get_submodule(name)] = part
@@ -79,7 +86,9 @@ def limit_of(marks: Marks, model: nn.Module, within: nn.Module) -> int:
     inside = {marks.names[each]: marks.layers[each] for each in within.modules() if each in marks.layers}
     if not inside:
         return 0
-    shared = math.gcd(*(_limit_of_layer(model.get_submodule(name), part) for name, part in inside.items()))
+    numbers = (each for of in within.modules() for each in marks.numbers.get(marks.names[of], {}).values())
+    limits = (_limit_of_layer(model.get_submodule(name), part) for name, part in inside.items())
+    shared = math.gcd(*limits, *numbers)
     gathers = {marks.names[each] for each in marks.gathers}
     for degree in (each for each in range(shared, 0, -1) if shared % each == 0):
         try:

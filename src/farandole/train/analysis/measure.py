@@ -57,19 +57,22 @@ _NORMAL = 1.349
 
 @dataclass(frozen=True)
 class Timing:
-    """What is timed."""
+    """What is timed, and beside what."""
 
     make_model: Callable[[], nn.Module]
     batches: Batches
     loss: Loss | None
     device: str
-    threads: int | None
+    threads: int | None = None
+    """Compute threads: those that a rank would have; None: those of this process."""
     neighbours: int = 0
-    """Other ranks of this host, which compute meanwhile."""
+    """How many other ranks this host will have: as many processes compute meanwhile, as far as there are cores."""
 
 
 def measure_units(profile: ModelProfile, timing: Timing) -> ModelProfile:
-    """Return `profile` with the seconds of its units on this machine.
+    """Return `profile` with the seconds of its units on this machine: each distinct one runs forward and backward.
+
+    Of blocks that are alike two run; where the model does not fit its parameters are random.
 
     Raises:
         ConfigError: what is run does not fit into memory, or the user's functions fail.

@@ -34,6 +34,8 @@ from ...plan.search.measured import Measured, to_try, with_trials
 from ...plan.search.request import Goal, SearchRequest
 from ...plan.search.result import PlanAnswer
 from ..analysis.analyse import analyse
+from ..analysis.measure import Timing, measure_units
+from ..memory.batches import Batches
 from ..memory.find_micro_batch import text_of
 from ..memory.user_code import load_function
 from ..trials.contract import TrialsRequest
@@ -114,12 +116,15 @@ def find_plan(
     found = cluster if isinstance(cluster, Cluster) else find_machines(str(cluster), ranks)
     if chosen.trials and not chosen.hosts:
         refuse_without_gpu(found, "trials")
-    known = _profile(profile, functions, chosen, with_ranks(found, ranks))
+    fixed = _fixed(chosen.fix)
+    known = _profile(profile, functions, chosen, with_ranks(found, ranks), fixed.get("tensor_recipe"))
+    if known.tensor_recipe:
+        fixed["tensor_recipe"] = known.tensor_recipe
     request = SearchRequest(
         ranks=ranks,
         global_batch=known.samples * ranks if chosen.global_batch is None else chosen.global_batch,
         goal=chosen.goal,
-        fixed=_fixed(chosen.fix),
+        fixed=fixed,
         allow_lossy=chosen.allow_lossy,
         memory_bytes=chosen.memory_bytes,
         precisions=SearchRequest.precisions if chosen.precisions is None else tuple(chosen.precisions),
@@ -187,6 +192,7 @@ def _profile(
     functions: Mapping[str, Function | None],
     chosen: PlanOptions,
     cluster: Cluster,
+    tensor_recipe: Mapping[str, str] | None,
 ) -> ModelProfile:
     if profile is not None:
         known = profile if isinstance(profile, ModelProfile) else read_profile(profile)
@@ -194,6 +200,12 @@ def _profile(
             raise ConfigError(
                 f"the profile of {known.name} was made with {known.optimizer}, not with {chosen.optimizer}",
                 remedy="analyse the model again, with the other optimizer",
+            )
+        if tensor_recipe not in (None, known.tensor_recipe):
+            had = dict(known.tensor_recipe) or "none"
+            raise ConfigError(
+                f"tensor_recipe = {tensor_recipe} is fixed, and the profile of {known.name} was made with {had}",
+                remedy="leave the recipe out, or analyse the model again: give its functions, not a profile",
             )
         return known
     model, batch, loss = (_loaded(functions[name], name) for name in ("model", "batch", "loss"))
@@ -203,8 +215,12 @@ def _profile(
             remedy="give a function for the model and one for its batch (plan --batch), or a profile (--profile)",
         )
     make: Callable[[], nn.Module] = model
-    where = as_a_rank_of(cluster) if chosen.measure else {"device": cluster.operations}
-    found = analyse(make, batch, loss=loss, optimizer=chosen.optimizer, measure=chosen.measure, **where)
+    place = as_a_rank_of(cluster) if chosen.measure else None
+    found = analyse(
+        make, batch, loss=loss, optimizer=chosen.optimizer, device=cluster.operations, tensor_recipe=tensor_recipe
+    )
+    if place is not None:
+        found = measure_units(found, Timing(make, Batches(batch), loss, **place))
     return found if loss is not None else replace(found, notes=(*found.notes, _NO_LOSS))
 
 

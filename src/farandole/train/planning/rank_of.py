@@ -10,7 +10,7 @@ from ...core.vocabulary.errors import ConfigError
 
 
 def as_a_rank_of(cluster: Cluster) -> dict[str, Any]:
-    """Return the device, the threads and the neighbours of a rank, as `analyse` takes them.
+    """Return the device, the threads and the neighbours of a rank, as `Timing` takes them.
 
     Raises:
         ConfigError: ranks of the cluster compute on GPUs, and this machine has none.
