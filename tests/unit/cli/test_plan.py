@@ -130,7 +130,15 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
         (["--cluster", "cluster.toml", "--gpus", "8"], "plan: the model is missing; name its function"),
         (
             ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--precision", "fp8"],
-            "--precision fp8: no such precision; expected some of fp32, bf16, fp16, bf16-weights",
+            "--precision fp8: a model has layers of 8 bits from a library",
+        ),
+        (
+            ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--precision", "tf32"],
+            "--precision tf32: a switch of torch for the whole process, torch.set_float32_matmul_precision",
+        ),
+        (
+            ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--precision", "fp4"],
+            "--precision fp4: no such precision; expected some of fp32, bf16, fp16, bf16-weights",
         ),
         (
             ["nowhere:make_model", "--cluster", "cluster.toml", "--gpus", "8", "--goal", "fast"],

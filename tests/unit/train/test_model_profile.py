@@ -280,7 +280,9 @@ def _counted(model: nn.Module, batch: torch.Tensor) -> int:
 
 def test_experts_are_run_for_real_and_their_facts_are_known() -> None:
     profile = analyse(Experts, lambda n: torch.randn(n, 8, 32, dtype=torch.float32))
-    assert any("reads values of tensors" in note for note in profile.notes), profile.notes
+    assert any("(MixtureOfExperts) does not run on tensors without values" in n for n in profile.notes), (
+        profile.notes
+    )
     found = [unit.expert for unit in profile.units if unit.expert is not None]
     assert found, f"experts are known: {[unit.name for unit in profile.units]}"
     assert {each.experts for each in found} == {4}, "experts of a layer"
@@ -347,8 +349,45 @@ def test_what_reads_values_is_run_for_real_and_refused_where_memory_is_missing(
     assert profile.samples == 2, "a small batch is enough"
     assert "decides by what is in a tensor" in profile.can_be_cut, "and a pipeline could not cut it"
     monkeypatch.setattr("farandole.train.analysis.analyse.available_bytes", lambda ranks: 1000)
-    with pytest.raises(ConfigError, match=r"must be run for real.*need about .*there are 1 kB"):
+    said = (
+        r"ReadsValues does not run .*analysed_models.py:\d+\): so the model must be run for real.*need about .*"
+        r"there are 1 kB; .* or run farandole plan .*: --profile"
+    )
+    with pytest.raises(ConfigError, match=said):
         analyse(ReadsValues, lambda: torch.zeros(6, 16, dtype=torch.float32))
+
+
+class OwnOperation(nn.Module):
+    """Calls an operation of its user's, which says nothing of shapes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = _twice(self.layers[1](self.layers[0](x)))
+        return doubled
+
+
+@torch.library.custom_op("farandole_test::twice", mutates_args=())
+def _twice(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[1] > 8:
+        raise RuntimeError("wider than it takes")
+    return x * 2
+
+
+_twice.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def test_operations_of_the_users_own_are_run_for_real() -> None:
+    profile = analyse(OwnOperation, lambda: torch.zeros(6, 8, dtype=torch.float32))
+    (note,) = [note for note in profile.notes if note.startswith("run for real")]
+    assert "OwnOperation does not run on tensors without values: RuntimeError: There was no fake impl" in note
+    assert profile.memory.activations["fp32", "none"].saved_bytes > 0
+    with pytest.raises(
+        ConfigError, match=r"wider than it takes .*; it ran for real, as OwnOperation .*: --profile"
+    ):
+        analyse(lambda: OwnOperation(16), lambda: torch.zeros(6, 16, dtype=torch.float32))
 
 
 class Grows(nn.Module):

@@ -19,9 +19,13 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
         return cluster
     if ranks > cluster.ranks and len(cluster.tiers) == 1:
         count = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
+        measured = "measure on two hosts (farandole measure -H a:4,b:4), or add [[tiers]] for the network"
+        is_preset = cluster.device.memory_bytes_per_second.source == "preset"
         raise ConfigError(
             f"cluster {cluster.name!r} is one host of {count}, and {ranks} need a network",
-            remedy="measure on two hosts (farandole measure -H a:4,b:4), or add [[tiers]] for the network",
+            remedy=f"name the preset, not its file: --cluster {cluster.name}; or {measured}"
+            if is_preset
+            else measured,
         )
     tiers: list[Tier] = []
     for tier in cluster.tiers:

@@ -147,7 +147,7 @@ def simulate_scale(
                 candidate = candidate_of(plan, ranks, request, mode)
                 prediction = predict(profile, sized, candidate)
             except (PlanError, ConfigError) as problem:
-                missing[ranks] = problem.message
+                missing[ranks] = str(problem)
                 refused = refused or problem
                 continue
             warnings.update(dict.fromkeys(prediction.warnings))

@@ -22,6 +22,14 @@ FEWER_RANKS: Final[tuple[Goal, ...]] = ("cost", "time")
 """Goals for which fewer ranks than there are may be best."""
 PRECISIONS = ("fp32", "bf16", "fp16", "bf16-weights")
 """What `SearchRequest.precisions` may name; "bf16-weights": `bf16_parameters` too."""
+_NO_PRECISIONS = {
+    "fp8": "a model has layers of 8 bits from a library, such as torchao, and no plan changes layers into these",
+    "tf32": (
+        'a switch of torch for the whole process, torch.set_float32_matmul_precision("high"), and no key of a plan; '
+        "predictions in fp32 are without it"
+    ),
+}
+"""What is asked for, and no plan has."""
 MOST_RANKS = 65536
 MOST_SAMPLES = 2**20
 """Samples of a step for each rank that there is. At a tenth of a millisecond a sample, which is little for a model
@@ -75,8 +83,9 @@ class SearchRequest:
             )
         for precision in self.precisions:
             if precision not in PRECISIONS:
+                why = _NO_PRECISIONS.get(precision, "no such precision")
                 expected = f"expected some of {', '.join(PRECISIONS)}"
-                raise PlanError(f"--precision {precision}: no such precision", remedy=expected)
+                raise PlanError(f"--precision {precision}: {why}", remedy=expected)
         if self.fixed.get("weight_versions", 1) != 1:
             raise PlanError(
                 f"--fix weight_versions={self.fixed['weight_versions']} changes what is trained (gradients of "

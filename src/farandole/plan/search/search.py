@@ -381,7 +381,8 @@ class _Search:
             for why, count in all_of.items():
                 simple, before = counted.get(why, (99, 0))
                 counted[why] = min(simple, family.count(" x ")), before - count
-        reasons = sorted(counted, key=lambda why: counted[why])
+        simplest = min((simple for simple, _ in counted.values()), default=0)
+        reasons = sorted((why for why in counted if counted[why][0] == simplest), key=counted.__getitem__)
         keys = ", ".join(f"{key} = {value!r}" for key, value in request.fixed.items())
         said = f" with {keys}" if keys else ""
         if not reasons:

@@ -6,7 +6,8 @@ run on fake tensors. Then the model is made with memory, and one small pass is r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from ..memory.find_micro_batch import available_bytes
 from ..memory.gpu_operations import counted_on, operations_of
 from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
 from ..memory.probe import Question, make_on_meta, probe, weight_facts
-from ..memory.user_code import describe, errors_of_user
+from ..memory.user_code import describe, errors_of_user, module_of
 from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
 from .marks import Marks, find_marks
 from .pipeline_cut import why_not_cut
@@ -34,6 +35,9 @@ from .record import PassRecorder, record
 from .units import UnitMaker, find_parts
 
 _LISTED = 8
+_ELSEWHERE = (
+    "run farandole plan with --out plan.toml where the model runs, and give its plan.profile.json here: --profile"
+)
 _STATE_FACTOR = 3
 """Bytes that a real pass needs for each byte of parameters: weights, gradients, and as much for activations."""
 
@@ -89,9 +93,10 @@ def analyse(
     except Exception as error:
         if not needs_values(error):
             raise
-        notes.append(f"run for real on a small batch, as the model reads values of tensors: {describe(error)}")
-        model, batch, samples = _make_real(make_model, batches, runs_on)
-        with operations_of(device):
+        why_real = f"{module_of(error, model)} does not run on tensors without values: {describe(error)}"
+        notes.append(f"run for real on a small batch: {why_real}")
+        model, batch, samples = _make_real(make_model, batches, runs_on, why_real)
+        with operations_of(device), _ways_on(why_real):
             found = _TwoPasses(model, batch, samples, loss, runs_on).record(find_marks(model, tensor_recipe), {})
         reason = why_not_cut(model, inputs_and_targets(model, batch, loss)[0], fold=False)
         memory, why = _real_memory(model, batch, loss, optimizer, device)
@@ -183,16 +188,27 @@ def _has_matrices(unit: ModelUnit) -> bool:
     return any(each.columns > 1 for each in unit.gradients)
 
 
-def _make_real(make_model: Callable[[], nn.Module], batches: Batches, device: str) -> tuple[nn.Module, Any, int]:
+@contextmanager
+def _ways_on(why_real: str) -> Iterator[None]:
+    """Say with what a real pass raises why there is one, and what else can be done."""
+    try:
+        yield
+    except ConfigError as problem:
+        raise ConfigError(f"{problem.message}; it ran for real, as {why_real}", remedy=_ELSEWHERE) from problem
+
+
+def _make_real(
+    make_model: Callable[[], nn.Module], batches: Batches, device: str, why_real: str
+) -> tuple[nn.Module, Any, int]:
     """See [Note: passes that read values]."""
     notes: list[str] = []
     weights = sum(each.nbytes for each in make_on_meta(make_model, notes).parameters())
     have = available_bytes(1)
     if have is not None and _STATE_FACTOR * weights > have:
         raise ConfigError(
-            f"the model reads values of tensors, so that it must be run for real, and its {format_bytes(weights)} "
-            f"of parameters need about {format_bytes(_STATE_FACTOR * weights)}: there are {format_bytes(have)}",
-            remedy="analyse a smaller model of the same form, or use a machine with more memory",
+            f"{why_real}: so the model must be run for real, and its {format_bytes(weights)} of parameters need "
+            f"about {format_bytes(_STATE_FACTOR * weights)}: there are {format_bytes(have)}",
+            remedy=f"analyse a smaller model of the same form, or {_ELSEWHERE}",
         )
     with errors_of_user("making the model"):
         model = make_model().to(device)

@@ -41,12 +41,15 @@ _NEEDS_VALUES = (
     NotImplementedError,
 )
 _ONE_AT_A_TIME = threading.RLock()
-_NO_VALUES = re.compile(r"is not supported for tensor subclasses|\bmeta (tensors?|device)\b", re.IGNORECASE)
-"""What torch says of `.numpy()` and `.tolist()` of a fake tensor, and of values of a tensor on the meta device."""
+_NO_VALUES = re.compile(
+    r"is not supported for tensor subclasses|\bmeta (tensors?|device)\b|no fake impl registered", re.IGNORECASE
+)
+"""What torch says of `.numpy()` and `.tolist()` of a fake tensor, of values of a tensor on the meta device, and of
+a user's operation that says nothing of the shapes of its results."""
 
 
 def needs_values(error: BaseException) -> bool:
-    """Whether code failed because it reads values of tensors, which are not there."""
+    """Whether code failed because it reads values of tensors, which are not there, or would have to."""
     return isinstance(error, _NEEDS_VALUES) or _NO_VALUES.search(str(error)) is not None
 
 

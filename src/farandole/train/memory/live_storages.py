@@ -12,7 +12,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-
 _DEVICE_OF = torch.ops.prim.device.default
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.suggestions import did_you_mean
 
@@ -70,6 +72,14 @@ def describe(error: BaseException) -> str:
     lines = said.strip().splitlines() or [""]
     text = f"{type(error).__name__}: {lines[0]}" if lines[0] else type(error).__name__
     return f"{text}{_place(error)}"
+
+
+def module_of(error: BaseException, model: nn.Module) -> str:
+    """Return the name and class of the innermost module of `model` in which an error was raised."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    found = [each for each in owners if id(each) in names]
+    return f"{names[id(found[-1])]} ({type(found[-1]).__name__})" if found else type(model).__name__
 
 
 def _place(error: BaseException) -> str:

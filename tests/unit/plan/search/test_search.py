@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from farandole.core.cluster.cluster import Cluster, CodecCost
+from farandole.core.cluster.presets import preset_cluster
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
@@ -306,6 +307,16 @@ def test_what_attention_refuses_is_not_proposed(fixed: list[str], has_dropout: b
     with pytest.raises(PlanError, match="no plan for 16 ranks with") as raised:
         find(question)
     assert said in str(raised.value), f"{raised.value}"
+
+
+def test_what_an_accelerator_cannot_have_is_the_reason_alone() -> None:
+    question = SearchQuestion(
+        replace(make_profile(), device="cuda"), preset_cluster("dgx-h100", 8),
+        SearchRequest(8, 64, fixed={"zero": 1}), predict_plainly, LIMIT,
+    )  # fmt: skip
+    with pytest.raises(PlanError) as raised:
+        find(question)
+    assert "zero = 1: ZeRO-1 takes tensors in the memory of a CPU; fix fewer keys" in str(raised.value)
 
 
 def test_prime_ranks_and_batches_that_do_not_divide() -> None:
