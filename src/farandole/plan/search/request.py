@@ -25,8 +25,8 @@ PRECISIONS = ("fp32", "bf16", "fp16", "bf16-weights")
 _NO_PRECISIONS = {
     "fp8": "a model has layers of 8 bits from a library, such as torchao, and no plan changes layers into these",
     "tf32": (
-        'a switch of torch for the whole process, torch.set_float32_matmul_precision("high"), and no key of a plan; '
-        "predictions in fp32 are without it"
+        'a switch of torch for the whole process, torch.set_float32_matmul_precision("high"), and no key of a '
+        "plan; predictions in fp32 are without it"
     ),
 }
 """What is asked for, and no plan has."""
