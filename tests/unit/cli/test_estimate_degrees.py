@@ -18,7 +18,9 @@ from farandole.plan.cost.held import memory_of_candidate
 from farandole.plan.memory import STAGES, Setting, memory_of
 from farandole.plan.memory_page import ProcessMemory
 from farandole.plan.memory_table import Choice
+from farandole.plan.model.profile import ModelProfile
 from farandole.train.analysis import estimate
+from farandole.train.analysis.analyse import analyse
 from tests.unit.plan.search.models import make_profile
 
 MODEL = """\
@@ -42,9 +44,21 @@ WHOLE = 16 + 16 + 4 * 16
 WORDS = ["divided_of_test:Model", "--input", "8,24:int64"]
 
 
+_analysed: dict[str, ModelProfile] = {}
+
+
+def analyse_once(*functions: Any, **options: Any) -> ModelProfile:
+    """Return what `analyse` does: of one model and batch, so that one analysis is enough for all tests."""
+    key = str(options)
+    if key not in _analysed:
+        _analysed[key] = analyse(*functions, **options)
+    return _analysed[key]
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "process_before_model", ProcessMemory)
+    monkeypatch.setattr(estimate, "analyse", analyse_once)
     (tmp_path / "divided_of_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
