@@ -91,6 +91,31 @@ def test_a_block_saves_sixteen_widths_a_token(language: ModelProfile) -> None:
     assert seen.saved_bytes == block.saved_bytes, "all of it grows with the sequence"
 
 
+class Perceptron(nn.Module):
+    """A block of two layers that nothing recognises together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = self.down(self.up(x).sort(-1).values)
+        return doubled
+
+
+def test_blocks_that_the_users_recipe_tells_apart_are_no_equals() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(Perceptron() for _ in range(6)))
+
+    def batch() -> torch.Tensor:
+        return torch.zeros(2, 16, dtype=torch.float32)
+
+    for more, expected in (({}, [(6, True)]), ({"[45].*": "whole"}, [(4, True), (2, False)])):
+        recipe = {"*.up": "columns", "*.down": "rows", **more}
+        units = analyse(make, batch, tensor_recipe=recipe).units
+        assert [(each.count, each.tensor is not None) for each in units if each.is_block] == expected
+
+
 def test_gradients_come_in_the_order_of_backward(language: ModelProfile) -> None:
     names = [each.name.removeprefix("layers.0.") for each in language.units[1].gradients]
     products = [name for name in names if "norm" not in name]
@@ -348,10 +373,13 @@ def test_what_reads_values_is_run_for_real_and_refused_where_memory_is_missing(
     assert [(unit.forward_flops, unit.count) for unit in profile.units] == [(512, 2)], "per sample, folded"
     assert profile.samples == 2, "a small batch is enough"
     assert "decides by what is in a tensor" in profile.can_be_cut, "and a pipeline could not cut it"
+    detached = r"depends on no trainable parameter.*it ran for real, as ReadsValues .*; name a function .*--loss"
+    with pytest.raises(ConfigError, match=detached):
+        analyse(ReadsValues, lambda: torch.zeros(6, 16, dtype=torch.float32), loss=lambda x, _: x.sum().detach())
     monkeypatch.setattr("farandole.train.analysis.analyse.available_bytes", lambda ranks: 1000)
     said = (
         r"ReadsValues does not run .*analysed_models.py:\d+\): so the model must be run for real.*need about .*"
-        r"there are 1 kB; .* or run farandole plan .*: --profile"
+        r"there are 1 kB; .* or run farandole plan .*plan --profile takes"
     )
     with pytest.raises(ConfigError, match=said):
         analyse(ReadsValues, lambda: torch.zeros(6, 16, dtype=torch.float32))
@@ -385,7 +413,7 @@ def test_operations_of_the_users_own_are_run_for_real() -> None:
     assert "OwnOperation does not run on tensors without values: RuntimeError: There was no fake impl" in note
     assert profile.memory.activations["fp32", "none"].saved_bytes > 0
     with pytest.raises(
-        ConfigError, match=r"wider than it takes .*; it ran for real, as OwnOperation .*: --profile"
+        ConfigError, match=r"wider than it takes .*; it ran for real, as OwnOperation .*plan --profile takes"
     ):
         analyse(lambda: OwnOperation(16), lambda: torch.zeros(6, 16, dtype=torch.float32))
 

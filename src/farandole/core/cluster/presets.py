@@ -84,7 +84,12 @@ def preset_cluster(name: str, ranks: int) -> Cluster:
         codecs=codecs_by_passes(device.memory_share.value * device.memory_bytes_per_second, is_cpu=device.is_cpu),
         compute_slowdown=device.overlap.times(1.0),
         exchange_slowdown=device.overlap.times(1.0),
-        fingerprint={"preset": name, "hardware": title, "backend": "gloo" if device.is_cpu else "nccl"},
+        fingerprint={
+            "preset": name,
+            "hardware": title,
+            "backend": "gloo" if device.is_cpu else "nccl",
+            **({} if network is None else {"network": network.title}),
+        },
     )
 
 

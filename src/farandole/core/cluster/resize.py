@@ -20,11 +20,11 @@ def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
     if ranks > cluster.ranks and len(cluster.tiers) == 1:
         count = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
         measured = "measure on two hosts (farandole measure -H a:4,b:4), or add [[tiers]] for the network"
-        is_preset = cluster.device.memory_bytes_per_second.source == "preset"
+        has_network = "network" in cluster.fingerprint
         raise ConfigError(
             f"cluster {cluster.name!r} is one host of {count}, and {ranks} need a network",
-            remedy=f"name the preset, not its file: --cluster {cluster.name}; or {measured}"
-            if is_preset
+            remedy=f"name the preset, which has one: --cluster {cluster.fingerprint['preset']}; or {measured}"
+            if has_network
             else measured,
         )
     tiers: list[Tier] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import product
 from typing import NoReturn
 
@@ -11,7 +12,7 @@ from ..vocabulary.errors import PlanError
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, is_ready
 
 
-def validate(schedule: Schedule) -> list[tuple[int, Action]]:
+def validate(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
     """Return all actions with their ranks, in an order in which they can run.
 
     Raises `PlanError` unless every micro-batch passes every stage once, on its rank, without a deadlock.
@@ -69,7 +70,9 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
+@lru_cache(maxsize=2)
+def _in_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
+    """A schedule is validated where it is built, and simulated next."""
     order: list[tuple[int, Action]] = []
     divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
     position = [0] * schedule.ranks
@@ -92,7 +95,7 @@ def _in_order(schedule: Schedule) -> list[tuple[int, Action]]:
     ]
     if stuck:
         _refuse(schedule, f"it deadlocks: each waits for another, {', '.join(stuck)}")
-    return order
+    return tuple(order)
 
 
 def _refuse(schedule: Schedule, why: str) -> NoReturn:

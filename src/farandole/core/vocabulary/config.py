@@ -155,7 +155,8 @@ def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigE
 def _known(value: Any, hint: Any, name: str) -> Any:
     """Return what `convert` does of a plain value, or None; a search has thousands of plans of the same values."""
     with contextlib.suppress(ConfigError):
-        return convert(value, hint, where="", name=name)
+        found = convert(value, hint, where="", name=name)
+        return None if isinstance(found, dict) else found  # which its plan may change
     return None
 
 

@@ -221,7 +221,7 @@ def pipeline_step(times: Sequence[StageTimes], layout: RunLayout) -> PipelineSte
 
     seconds = step(key)
     free = seconds if alone == key else step(alone)
-    owners = _schedule(plan.schedule, ranks, min(most, ranks), plan.chunks).stage_ranks
+    owners = stage_owners(layout)
     busy = [0.0] * ranks
     for stage, each in enumerate(key):
         busy[owners[stage]] += each.compute_seconds

@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 from ...core.cluster.coefficient import Coefficient
 from ..model.division import may_divide_tokens, of_tokens
+from .divided import divided_gradients
 from .rates import Rates
 from .step import PlacedModel
 from .units import divides
@@ -65,15 +66,20 @@ def _of_tensor(placed: PlacedModel) -> Iterator[str]:
     """Name what computes the same on all ranks that divide layers."""
     layout, whole = placed.layout, []
     begin = f"tensor = {layout.degrees.tensor} leaves"
+    if list(layout.plan.tensor_recipe.items()) != list(placed.profile.tensor_recipe.items()):
+        yield "the plan has another tensor_recipe than the model was analysed with: analyse it again"
     for unit in placed.profile.units:
-        facts, matrices = divides(unit, layout), [each for each in unit.gradients if each.columns > 1]
+        facts, by = divides(unit, layout), divided_gradients(unit)
+        matrices = [
+            (each.name, degree) for each, degree in zip(unit.gradients, by, strict=True) if each.columns > 1
+        ]
         if facts is None:
             whole += [unit.name] if matrices else []
             continue
         degrees, computed = ["tensor"], unit.forward_flops
         if unit.expert is not None and layout.degrees.expert > 1:
             degrees, computed = ["tensor", "expert"], computed - unit.expert.flops
-        names = [each.name for each in matrices if each.divided_by not in degrees]
+        names = [name for name, degree in matrices if degree not in degrees]
         if names and computed - facts.flops > _MUCH * computed:
             yield (
                 f"{begin} {1 - facts.flops / computed:.0%} of what {unit.name} computes whole on every rank: "

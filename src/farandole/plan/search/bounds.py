@@ -38,7 +38,7 @@ _UNIT_SHARE, _HIDES = 0.1, 0.6
 """Guesses for the screen: what of an exchange nothing hides, and what of the computation may hide it."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Floor:
     """What a layout takes and holds at least, and the estimate that orders predictions."""
 
@@ -180,7 +180,7 @@ class Room:
         chunks = chunks_of(schedule, layout.chunks) if layout.pipeline > 1 else 1
         way = (
             layout.pipeline, layout.tensor, layout.context, layout.expert, chunks, meets, layout.recompute,
-            layout.precision, layout.zero == MOST_ZERO,
+            layout.precision, layout.zero == MOST_ZERO, layout.sample_ranks * layout.context > 1,
         )  # fmt: skip
         sharing = way, layout.zero, layout.data, layout.shard
         if sharing not in self._states:

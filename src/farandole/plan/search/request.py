@@ -59,6 +59,11 @@ class SearchRequest:
     effort: int = 3000
     """About how many plans are predicted, counted in plans without a pipeline; small spaces need fewer."""
 
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What is fixed and could be otherwise; a recipe says what layers are."""
+        return {key: value for key, value in self.fixed.items() if key != "tensor_recipe"}
+
     def __post_init__(self) -> None:
         if self.goal not in GOALS:
             raise PlanError(f"--goal {self.goal}: no such goal", remedy=f"expected one of {', '.join(GOALS)}")

@@ -182,7 +182,7 @@ class _Search:
         """Return the layouts of each family; of one that cannot fit the smallest."""
         bounds = Bounds(self._profile, self._cluster, self._request.fixed)
         by_family: dict[str, list[_Ranked]] = {}
-        smallest: dict[str, _Ranked] = {}
+        large: dict[str, list[_Ranked]] = {}
         found = self._found
         for base, layouts in self._space:
             family = base.family
@@ -194,16 +194,16 @@ class _Search:
                     kept.append((layout, floor))
                     continue
                 found.too_large += 1
-                other, least = smallest.get(family, (layout, floor))
-                if (floor.nbytes, layout.micro_batch) <= (least.nbytes, other.micro_batch):
-                    smallest[family] = layout, floor
+                large.setdefault(family, []).append((layout, floor))
         if not found.layouts:
             raise PlanError(self._nothing(), remedy=self._remedy())
         for family, reasons in self._space.reasons.items():
-            if not by_family.get(family) and family not in smallest:
+            if not by_family.get(family) and family not in large:
                 found.families[family] = max(reasons, key=lambda reason: reasons[reason])
-        for family, entry in smallest.items():
-            by_family[family] = by_family[family] or [entry]
+        for family, entries in large.items():
+            if not by_family[family]:
+                entries.reverse()  # of equal ones the last, which divides by more
+                by_family[family] = [min(entries, key=lambda entry: (entry[1].screen_bytes, entry[0].micro_batch))]
         return by_family
 
     def _in_order(self, entries: Iterable[_Ranked]) -> Iterator[_Ranked]:
@@ -383,7 +383,7 @@ class _Search:
                 counted[why] = min(simple, family.count(" x ")), before - count
         simplest = min((simple for simple, _ in counted.values()), default=0)
         reasons = sorted((why for why in counted if counted[why][0] == simplest), key=counted.__getitem__)
-        keys = ", ".join(f"{key} = {value!r}" for key, value in request.fixed.items())
+        keys = ", ".join(f"{key} = {value!r}" for key, value in request.choices.items())
         said = f" with {keys}" if keys else ""
         if not reasons:
             return f"no plan for {request.ranks} ranks{said}: the degrees do not divide the ranks"

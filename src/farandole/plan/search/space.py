@@ -184,7 +184,7 @@ class Space:
     def _precisions(self) -> Sequence[str]:
         fixed = self._request.fixed
         if "precision" not in fixed:
-            return self._request.precisions
+            return list(dict.fromkeys(self._request.precisions))
         return ["bf16-weights" if fixed.get("bf16_parameters") else fixed["precision"]]
 
     def _schedules(self, pipeline: int) -> Iterator[tuple[str, int]]:

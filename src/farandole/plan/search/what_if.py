@@ -76,7 +76,7 @@ def _ways(question: SearchQuestion) -> Iterator[str]:
     cluster, request = question.cluster, question.request
     asked = replace(request, goal="memory", effort=_EFFORT)
     changed = [(f"{key} not fixed", replace(asked, fixed={k: v for k, v in request.fixed.items() if k != key}))
-               for key in request.fixed]  # fmt: skip
+               for key in request.choices]  # fmt: skip
     if "precision" not in request.fixed and request.precisions == ("fp32",):
         changed.append(("precision bf16", replace(asked, precisions=("fp32", "bf16"))))
     for text, other in changed:

@@ -29,14 +29,15 @@ from ..memory.optimizers import make_optimizer, optimizer_facts, step_operations
 from ..memory.probe import Question, make_on_meta, probe, weight_facts
 from ..memory.user_code import describe, errors_of_user, module_of
 from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
-from .marks import Marks, find_marks
+from .marks import Marks, find_marks, marks_inside
 from .pipeline_cut import why_not_cut
 from .record import PassRecorder, record
 from .units import UnitMaker, find_parts
 
 _LISTED = 8
 _ELSEWHERE = (
-    "run farandole plan with --out plan.toml where the model runs, and give its plan.profile.json here: --profile"
+    "run farandole plan with --out plan.toml where the model runs: it writes plan.profile.json, which "
+    "plan --profile takes here"
 )
 _STATE_FACTOR = 3
 """Bytes that a real pass needs for each byte of parameters: weights, gradients, and as much for activations."""
@@ -150,7 +151,8 @@ class _TwoPasses:
     def record_folded(self, marks: Marks) -> _Found:
         """Record passes through some of the blocks that are alike, where that is possible."""
         kept, left_out = foldable(self.model)
-        if left_out:
+        known = [marks_inside(marks, block) for block in (kept[-1][1], *left_out)] if left_out else []
+        if left_out and all(each == known[0] for each in known):
             try:
                 with skipped(kept[0][1], left_out):
                     return self.record(marks, {kept[-1][0]: len(left_out)})
@@ -194,7 +196,8 @@ def _ways_on(why_real: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as problem:
-        raise ConfigError(f"{problem.message}; it ran for real, as {why_real}", remedy=_ELSEWHERE) from problem
+        remedy = problem.remedy or _ELSEWHERE
+        raise ConfigError(f"{problem.message}; it ran for real, as {why_real}", remedy=remedy) from problem
 
 
 def _make_real(

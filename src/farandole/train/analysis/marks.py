@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
@@ -79,6 +79,17 @@ def find_marks(model: nn.Module, tensor_recipe: Mapping[str, str]) -> Marks:
         if {"columns", "rows"} <= {recipe.parts[layer].kind for layer in layers}:
             marks.regions.add(model.get_submodule(name))
     return marks
+
+
+def marks_inside(marks: Marks, block: nn.Module) -> list[Any]:
+    """Return what is known inside of a block, by names relative to it: the user's recipe may single blocks out."""
+    found: list[Any] = []
+    for name, module in block.named_modules():
+        part = marks.layers.get(module)
+        numbers = marks.numbers.get(marks.names[module])
+        if part is not None or numbers:
+            found.append((name, part and (part.kind, part.packed), module in marks.gathers, numbers))
+    return found
 
 
 def limit_of(marks: Marks, model: nn.Module, within: nn.Module) -> int:

@@ -72,7 +72,7 @@ class Timing:
 def measure_units(profile: ModelProfile, timing: Timing) -> ModelProfile:
     """Return `profile` with the seconds of its units on this machine: each distinct one runs forward and backward.
 
-    Of blocks that are alike two run; where the model does not fit its parameters are random.
+    Two of alike blocks run; where the model does not fit its parameters are random.
 
     Raises:
         ConfigError: what is run does not fit into memory, or the user's functions fail.

@@ -40,7 +40,7 @@ def _why_not(model: nn.Module, batch: Any) -> str:
     except Exception as error:
         if not needs_values(error):
             raise
-        return f"forward of {type(model).__name__} reads values of tensors"
+        return f"forward of {type(model).__name__} does not run on tensors without values"
     finally:
         torch.set_rng_state(state)
     if not starts_of_layers(program, model):

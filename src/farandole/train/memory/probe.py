@@ -200,7 +200,9 @@ def _run_passes(
     except Exception as error:
         if not needs_values(error):
             raise
-        _note(answer, f"activations are unknown, as the model reads values of tensors: {describe(error)}")
+        _note(
+            answer, f"activations are unknown: the model does not run on tensors without values: {describe(error)}"
+        )
 
 
 def _leave_out(answer: Answer, setting: tuple[str, str], model: nn.Module, problem: ConfigError) -> None:

@@ -201,7 +201,7 @@ def _profile(
                 f"the profile of {known.name} was made with {known.optimizer}, not with {chosen.optimizer}",
                 remedy="analyse the model again, with the other optimizer",
             )
-        if tensor_recipe not in (None, known.tensor_recipe):
+        if tensor_recipe is not None and list(tensor_recipe.items()) != list(known.tensor_recipe.items()):
             had = dict(known.tensor_recipe) or "none"
             raise ConfigError(
                 f"tensor_recipe = {tensor_recipe} is fixed, and the profile of {known.name} was made with {had}",

@@ -309,6 +309,14 @@ def test_what_attention_refuses_is_not_proposed(fixed: list[str], has_dropout: b
     assert said in str(raised.value), f"{raised.value}"
 
 
+def test_a_precision_twice_is_one() -> None:
+    def predicted(*precisions: str) -> int:
+        request = SearchRequest(2, 8, precisions=precisions, effort=30)
+        return find(SearchQuestion(make_profile(), make_cluster(), request, predict_plainly, LIMIT)).layouts
+
+    assert predicted("fp32", "fp32") == predicted("fp32")
+
+
 def test_what_an_accelerator_cannot_have_is_the_reason_alone() -> None:
     question = SearchQuestion(
         replace(make_profile(), device="cuda"), preset_cluster("dgx-h100", 8),

@@ -200,6 +200,24 @@ def test_memory_is_estimated_where_the_order_needs_it(
     assert least <= len(asked) / may_fit <= most, f"{len(asked)} of {may_fit}"
 
 
+def test_what_is_said_not_to_fit_is_the_least_of_its_kind() -> None:
+    """By what is predicted of all that is told apart: schedules, recomputation and precision too."""
+    profile, cluster = make_profile(blocks=8, width=1024), make_cluster(ranks=8, inside=8)
+    request = SearchRequest(8, 64, precisions=("bf16", "fp32"))
+    found = find(SearchQuestion(profile, cluster, request, predict, 2_000_000))
+    bounds, least = Bounds(profile, cluster, {}), dict[str, int]()
+    for base, layouts in Space(profile, request, cluster):
+        for floor in bounds.of(base, layouts):
+            least[base.family] = min(floor.screen_bytes, least.get(base.family, floor.screen_bytes))
+    over = {each.family: each.prediction.peak_bytes for each in found.over}
+    assert len(over) > 10
+    for family, nbytes in over.items():
+        assert nbytes < 1.6 * least[family], f"{family}: {nbytes} and {least[family]}"
+    with_pipeline = [each.candidate.plan for each in found.over if "pipeline" in each.family.split(" x ")]
+    assert with_pipeline
+    assert {each.schedule for each in with_pipeline} <= {"1f1b", "zb-h1", "gpipe"}, "one stage a rank keeps least"
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
     """A short schedule keeps as many as a long one on each rank, and both ends follow from the numbers."""
