@@ -98,8 +98,8 @@ in plans where a model lets them, gathered again and not kept, draws that all ra
 plans that are refined once and not for each of their buckets. 224 for models as GPUs run them where there is
 none (110), experts of libraries in fakes, in time and in what is gathered (55), and settings that fail. 250 for
 presets with figures of their own device (90), attention and the host in a pass, meshes and rings of links, copies
-of shards (100), and what attention computes, counted and measured (60). 115 for plans by the user's recipe and for
-what ranks that divide layers compute alike (70), models that need values, and memory asked of fast layouts alone.
+of shards (100), and what attention computes, counted and measured (60). 122 for plans by the user's recipe and for
+what ranks that divide layers compute alike (70), for scripts that stay, models that need values, and memory asked of fast layouts alone.
 """
 
 WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")

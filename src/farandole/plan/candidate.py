@@ -19,6 +19,11 @@ class Candidate:
     global_batch: int
     """Samples of one step of the optimizer, over all ranks."""
 
+    @property
+    def changes_script(self) -> bool:
+        """Whether the loop must be written for it: `fd.step` instead of its passes, or sequences that are cut."""
+        return self.plan.pipeline != 1 or self.plan.micro_batches > 1 or self.plan.context != 1
+
 
 @dataclass(frozen=True)
 class CollectiveCalls:

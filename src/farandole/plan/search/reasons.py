@@ -6,7 +6,7 @@ from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..candidate import Prediction, Term
 from ..memory import MemoryByCategory
 from .result import PredictedPlan
-from .search import NEAR, Found, kinds_of, score
+from .search import NEAR, Found, score, simple
 
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary")
 WORDS: dict[Term, str] = {
@@ -34,7 +34,7 @@ def why_slower(option: PredictedPlan, best: PredictedPlan, goal: str) -> str:
     if goal == "memory":
         return _why_larger(mine, theirs)
     gain = 1 - score(option, goal)[0] / score(best, goal)[0]
-    if gain > 0 and len(kinds_of(option.candidate)) > len(kinds_of(best.candidate)):
+    if gain > 0 and simple(option.candidate) > simple(best.candidate):
         return _why_not_simpler(option, best, gain, goal)
     if goal == "cost" and option.candidate.ranks != best.candidate.ranks:
         more = score(option, goal)[0] / score(best, goal)[0] - 1
@@ -53,9 +53,12 @@ def why_slower(option: PredictedPlan, best: PredictedPlan, goal: str) -> str:
 
 def _why_not_simpler(option: PredictedPlan, best: PredictedPlan, gain: float, goal: str) -> str:
     """Return what a plan that is better needs beside the chosen one: see [Note: the simplest of near ones]."""
+    what = "cheaper" if goal == "cost" else "faster"
+    if option.candidate.changes_script and not best.candidate.changes_script:
+        left = f"within {NEAR:.0%} a plan that leaves it as it is is chosen"
+        return f"{format_share(gain)} {what}, and the script must be changed for it: {left}"
     names = [name for name in option.family.split(" x ") if name not in best.family.split(" x ")]
     more = f"needs {' and '.join(names)}, too" if names else "has more kinds of parallelism"
-    what = "cheaper" if goal == "cost" else "faster"
     return f"{format_share(gain)} {what}, and {more}: within {NEAR:.0%} the fewest kinds are chosen"
 
 

@@ -9,9 +9,9 @@ answer says so. A part of them goes to neighbours of the best plans; where nothi
 made in the order of bytes.
 
 [Note: the simplest of near ones] Predicted times are off by more than some percent. So of the plans that are
-within `NEAR` of the best the one with the fewest kinds of parallelism is chosen, and of these the best: what more
-kinds would gain is inside of the error, and each is one more thing to go wrong. With the goal memory the least is
-chosen.
+within `NEAR` of the best one that leaves the script as it is is chosen, else and of these the one with the fewest
+kinds of parallelism, and of these the best: what more would gain is inside of the error, and each is one more
+thing to go wrong. With the goal memory the least is chosen.
 """
 
 from __future__ import annotations
@@ -91,7 +91,12 @@ def choose(options: Sequence[PredictedPlan], goal: str, value: Callable[[Predict
     least = min(map(value, options))
     most = least if goal == "memory" else least * (1 + NEAR)
     near = [each for each in options if value(each) <= most]
-    return min(near, key=lambda each: (len(kinds_of(each.candidate)), value(each), score(each, goal)))
+    return min(near, key=lambda each: (*simple(each.candidate), value(each), score(each, goal)))
+
+
+def simple(candidate: Candidate) -> tuple[bool, int]:
+    """Return how simple a plan is, the simplest first: see [Note: the simplest of near ones]."""
+    return candidate.changes_script, len(kinds_of(candidate))
 
 
 def kinds_of(candidate: Candidate) -> list[str]:
@@ -139,10 +144,6 @@ def find(question: SearchQuestion) -> Found:
         PlanError: there is no plan at all that could run: the reasons are in the message.
     """
     return _Search(question).run()
-
-
-def _bytes_of(entry: _Ranked) -> int:
-    return entry[1].screen_bytes
 
 
 def best_of_each(options: Sequence[PredictedPlan], goal: str) -> list[PredictedPlan]:
@@ -214,7 +215,7 @@ class _Search:
                 late.append(entry)
             else:
                 yield entry
-        yield from sorted(late, key=_bytes_of)
+        yield from sorted(late, key=lambda entry: entry[1].screen_bytes)
 
     def _screened(self, layout: SearchLayout, floor: Floor) -> float:
         goal = self._request.goal
@@ -233,7 +234,8 @@ class _Search:
         self._walk(self._in_order(rest.items()), rest, self._effort - until)
         if rest and not self._found.options:
             before = self._effort
-            self._walk(sorted(rest.items(), key=_bytes_of), rest, self._request.effort, until_one_fits=True)
+            by_memory = sorted(rest.items(), key=lambda entry: entry[1].screen_bytes)
+            self._walk(by_memory, rest, self._request.effort, until_one_fits=True)
             self._effort = before
         self._found.left = len(rest)
 
