@@ -20,9 +20,9 @@ class Candidate:
     """Samples of one step of the optimizer, over all ranks."""
 
     @property
-    def changes_script(self) -> bool:
-        """Whether the loop must be written for it: `fd.step` instead of its passes, or sequences that are cut."""
-        return self.plan.pipeline != 1 or self.plan.micro_batches > 1 or self.plan.context != 1
+    def script_changes(self) -> int:
+        """How many things the script must do for it: call `fd.step` instead of its passes, cut sequences."""
+        return (self.plan.pipeline != 1 or self.plan.micro_batches > 1) + (self.plan.context != 1)
 
 
 @dataclass(frozen=True)

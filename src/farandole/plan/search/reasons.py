@@ -54,8 +54,8 @@ def why_slower(option: PredictedPlan, best: PredictedPlan, goal: str) -> str:
 def _why_not_simpler(option: PredictedPlan, best: PredictedPlan, gain: float, goal: str) -> str:
     """Return what a plan that is better needs beside the chosen one: see [Note: the simplest of near ones]."""
     what = "cheaper" if goal == "cost" else "faster"
-    if option.candidate.changes_script and not best.candidate.changes_script:
-        left = f"within {NEAR:.0%} a plan that leaves it as it is is chosen"
+    if option.candidate.script_changes > best.candidate.script_changes:
+        left = f"within {NEAR:.0%} that plan is chosen which changes least in it"
         return f"{format_share(gain)} {what}, and the script must be changed for it: {left}"
     names = [name for name in option.family.split(" x ") if name not in best.family.split(" x ")]
     more = f"needs {' and '.join(names)}, too" if names else "has more kinds of parallelism"

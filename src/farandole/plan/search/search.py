@@ -9,7 +9,7 @@ answer says so. A part of them goes to neighbours of the best plans; where nothi
 made in the order of bytes.
 
 [Note: the simplest of near ones] Predicted times are off by more than some percent. So of the plans that are
-within `NEAR` of the best one that leaves the script as it is is chosen, else and of these the one with the fewest
+within `NEAR` of the best the one is chosen that changes least in the script, of these the one with the fewest
 kinds of parallelism, and of these the best: what more would gain is inside of the error, and each is one more
 thing to go wrong. With the goal memory the least is chosen.
 """
@@ -94,9 +94,9 @@ def choose(options: Sequence[PredictedPlan], goal: str, value: Callable[[Predict
     return min(near, key=lambda each: (*simple(each.candidate), value(each), score(each, goal)))
 
 
-def simple(candidate: Candidate) -> tuple[bool, int]:
+def simple(candidate: Candidate) -> tuple[int, int]:
     """Return how simple a plan is, the simplest first: see [Note: the simplest of near ones]."""
-    return candidate.changes_script, len(kinds_of(candidate))
+    return candidate.script_changes, len(kinds_of(candidate))
 
 
 def kinds_of(candidate: Candidate) -> list[str]:
