@@ -87,16 +87,6 @@ def test_what_is_refused(values: Mapping[str, Any], told: str) -> None:
         Plan.from_mapping(values, where="x")
 
 
-def test_what_was_converted_before_is_told_apart_by_its_type() -> None:
-    """1, 1.0 and true are equal, and not the same."""
-    assert Plan(accumulate=2).accumulate == Plan(accumulate="2").accumulate == 2  # type: ignore[arg-type]
-    assert [Plan(tensor=1).tensor, Plan(clip_norm=1).clip_norm, Plan(clip_norm=1.0).clip_norm] == [1, 1.0, 1.0]
-    for _ in range(2):
-        for values in ({"tensor": True}, {"clip_norm": True}, {"accumulate": 1.5}, {"precision": "fp33"}):
-            with pytest.raises(PlanError, match="expected"):
-                Plan(**values)
-
-
 def test_the_example_of_the_page_is_a_plan(tmp_path: Path) -> None:
     example = next(text for text in re.findall(r"```toml\n(.*?)```", DOCS.read_text(), re.S) if "[mesh]" in text)
     (tmp_path / "plan.toml").write_text(example)

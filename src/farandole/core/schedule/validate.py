@@ -72,7 +72,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
 
 @lru_cache(maxsize=2)
 def _in_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
-    """A schedule is validated where it is built, and simulated next."""
+    """Return the order; it is kept for the simulation that often follows where a schedule was built."""
     order: list[tuple[int, Action]] = []
     divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
     position = [0] * schedule.ranks

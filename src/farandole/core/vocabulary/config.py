@@ -89,9 +89,7 @@ def settle(value: object, *, where: str, error: type[ConfigError]) -> None:
     for name, hint, default in _hints(type(value)):  # type: ignore[arg-type]
         given = getattr(value, name)
         if given is not default and not (hint in _PLAIN and type(given) is hint):
-            converted = _known(given, hint, name) if type(given) in _PLAIN else None
-            if converted is None:
-                converted = convert(given, hint, where=f"{where}: {name}", name=name, error=error)
+            converted = convert(given, hint, where=f"{where}: {name}", name=name, error=error)
             object.__setattr__(value, name, converted)
 
 
@@ -149,15 +147,6 @@ def convert(value: Any, hint: Any, *, where: str, name: str, error: type[ConfigE
             return converted
     wanted = " or ".join(_describe(option, name) for option in options if option is not type(None))
     raise error(f"{where}: expected {wanted}, got {value!r}")
-
-
-@functools.lru_cache(maxsize=4096, typed=True)
-def _known(value: Any, hint: Any, name: str) -> Any:
-    """Return what `convert` does of a plain value, or None; a search has thousands of plans of the same values."""
-    with contextlib.suppress(ConfigError):
-        found = convert(value, hint, where="", name=name)
-        return None if isinstance(found, dict) else found  # which its plan may change
-    return None
 
 
 def _convert_one(value: Any, option: Any, name: str) -> Any:
