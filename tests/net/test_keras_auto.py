@@ -12,12 +12,11 @@ import pytest
 
 from farandole.observe.read.run_reader import read_run
 from tests.ranks.keras_jobs import MOST_SECONDS, needs_keras, needs_tensorflow, said_file, start_module
-from tests.ranks.test_keras import JAX
 
 pytestmark = [pytest.mark.net, needs_keras, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=needs_tensorflow), "torch", *JAX])
+@pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=needs_tensorflow), "torch"])
 def test_a_slow_link_gets_a_lossy_codec(backend: str, tmp_path: Path) -> None:
     prefix = ["-m", "farandole", "emulate", "--hosts", "2", "--rate", "20mbit", "--"]
     prefix += [

@@ -42,9 +42,6 @@ needs_compiler = pytest.mark.skipif(not has_compiler(), reason="needs a C++ comp
 needs_tf_keras = pytest.mark.skipif(
     not is_installed("tf_keras"), reason=f"tf_keras is missing: pip install --no-deps --target {FOLDER} tf_keras"
 )
-needs_jax = pytest.mark.skipif(
-    not is_installed("jax"), reason=f"JAX is missing: pip install --target {FOLDER} jax"
-)
 needs_keras = pytest.mark.skipif(not is_installed("keras"), reason="Keras is missing")
 
 
@@ -77,10 +74,8 @@ def start_module(module: str, results: Path, *words: str, prefix: Sequence[str] 
 
 
 def packages_of(environment: dict[str, str]) -> tuple[str, ...]:
-    """Return what is imported before a job is forked; nothing for JAX, which starts threads."""
-    if environment.get("TF_USE_LEGACY_KERAS") == "1":
-        return ("tf_keras",)
-    return () if environment["KERAS_BACKEND"] == "jax" else ("keras",)
+    """Return what is imported before a job is forked."""
+    return ("tf_keras",) if environment.get("TF_USE_LEGACY_KERAS") == "1" else ("keras",)
 
 
 def said_file(results: Path) -> Path:

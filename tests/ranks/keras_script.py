@@ -111,7 +111,6 @@ PLAYED = {
         "sgd", "adam", "clipped", "embedding", "eager", "several steps", "groups", "scaled", "accumulated",
     ],
     "torch": ["sgd", "adam", "embedding", "accumulated"],
-    "jax": ["sgd", "adam", "embedding", "eager", "several steps", "scaled", "accumulated"],
     "tf_keras": [
         "sgd", "adam", "embedding", "eager", "scaled", "old sgd", "old embedding", "scaled around",
         "old scaled around", "passes", "old passes",
@@ -230,11 +229,7 @@ def main() -> None:
         names = "horovod.tensorflow.keras" if BACKEND in ("tensorflow", "tf_keras") else "horovod.keras"
         hvd = importlib.import_module(names)
         hvd.init()
-        if BACKEND == "jax":  # first: what follows must not suffer from it
-            told = {"other models": other_models(hvd), "two in one program": two_in_one_program(hvd)}
         results = {name: train(case, hvd) for name, case in chosen.items()}
-        if BACKEND == "jax":
-            results |= {"told": told}
         results["warm-up"] = warm_up(hvd)
         results["saved"] = saved(hvd, folder)
         if BACKEND == "torch":
@@ -262,41 +257,6 @@ def kept(hvd: Any) -> dict[str, Any]:
     state.restore()
     same = (weights_of(model), int(model.optimizer.iterations)) == before
     return {"changed": changed, "same": same, "batch": state.batch, "weights": weights_of(model)}
-
-
-def other_models(hvd: Any) -> str:
-    """Return what a training says whose ranks have made other models."""
-    model = keras.Sequential([keras.layers.Input((WIDTH,)), keras.layers.Dense(3 + hvd.rank())])
-    model.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
-    try:
-        model.train_on_batch(np.ones((4, WIDTH)), np.ones((4, 3 + hvd.rank())))
-    except Exception as error:  # JAX has its own class for it
-        return str(error)
-    return "nothing"
-
-
-def two_in_one_program(hvd: Any) -> list[float]:
-    """Return a number of each of two large weights after steps of a program with two optimizers, on JAX."""
-    import jax
-
-    weights = [keras.Variable(np.zeros((1200, 1200), "float32")) for _ in range(2)]
-    optimizers = [hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * (i + 1))) for i in range(2)]
-    for optimizer, weight in zip(optimizers, weights, strict=True):
-        optimizer.build([weight])
-
-    @jax.jit  # type: ignore[untyped-decorator]
-    def step(state: Any) -> Any:
-        after = []
-        for optimizer, (trained, own) in zip(optimizers, state, strict=True):
-            after.append(optimizer.stateless_apply(own, [trained[0] * 0 + hvd.rank() + 1], trained))
-        return after
-
-    state = [
-        ([each.value], [v.value for v in own.variables]) for each, own in zip(weights, optimizers, strict=True)
-    ]
-    for _ in range(10):
-        state = step(state)
-    return [float(trained[0][-1, -1]) for trained, _ in state]
 
 
 def _everybody(hvd: Any, results: dict[str, Any]) -> list[Any]:

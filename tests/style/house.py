@@ -297,7 +297,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "for front ends whose tensors are not torch's: arrays, flat buckets, layouts compared once, records "
             "of steps",
         ),
-        ("verify", "what ``farandole verify`` looks at in trainings that are not torch's"),
+        ("array_verification", "what ``farandole verify`` looks at in trainings that are not torch's"),
         (
             "runner",
             "starting jobs by Horovod's names: `run` for a function, ``python -m farandole.horovod.runner`` "

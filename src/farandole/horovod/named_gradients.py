@@ -17,6 +17,7 @@ import torch
 
 from ..core.vocabulary.codec_spec import NONE, CodecSpec
 from ..core.vocabulary.spec import Plan
+from .array_verification import find_verification
 from .common.applied_plan import apply_plan, codec_of_gradient, plan_for_named, refuse_other_passes
 from .common.basics import basics
 from .common.reductions import Adasum, Average, reduction_of
@@ -24,7 +25,6 @@ from .exchange.buckets import FlatBucket, GradientPart, plan_buckets
 from .exchange.layouts import Place, layout_text
 from .exchange.names import key_of, label_of, without_count
 from .exchange.settings import GradientSettings, group_numbers
-from .verify.observed import Observed, observe
 
 
 class Sent(NamedTuple):
@@ -63,16 +63,7 @@ class NamedGradients(ABC):
         refuse_other_passes(running.plan, plan, settings.passes)
         travelling, kept = self._sort_out(results, variables)
         labels = [label_of(variable) for variable in variables]
-        observed = None
-        if self._is_seen():
-            observed = observe(
-                running, self.name, variables, labels, settings, plan,
-                is_eager=self._is_eager(), read=self._read,
-            )  # fmt: skip
-        own = [] if observed is None else [self._told(results[i]) for i in travelling]
-        if observed is not None and observed.is_replay:
-            self._tell(observed, travelling, own, own)
-            return results
+        self._tell_verification(variables, labels)
         there = [i for i in range(len(results)) if i not in kept]
         layout = layout_text([self._place(without_count(labels[i]), results[i]) for i in there])
         groups = group_numbers(settings.groups, variables, key_of)
@@ -90,11 +81,25 @@ class NamedGradients(ABC):
         for bucket, shares in zip(buckets, self._exchange(buckets, tensors, layout, names), strict=True):
             for part, share in zip(bucket.parts, shares, strict=True):
                 results[part.index] = settings.compression.decompress(share, sent[part.index].context)
-        if observed is not None:
-            self._tell(observed, travelling, own, [self._told(results[i]) for i in travelling])
         for i in travelling:
             self._mark(results[i])
         return results
+
+    def _tell_verification(self, variables: Sequence[Any], labels: Sequence[str]) -> None:
+        """Tell ``farandole verify``, where it looks, whose gradients are exchanged."""
+        verification = find_verification(basics.running.world)
+        if verification is None:
+            return
+        pairs = zip(labels, variables, strict=True)
+        shared = [(label, each) for label, each in pairs if key_of(each) not in self.local]
+        if shared:
+            verification.begins(
+                self.name,
+                shared[0][1],
+                lambda: [(label, self._read(each)) for label, each in shared],
+                is_eager=self._is_eager(),
+                ranks=self.settings.process_set.size() or 1,
+            )
 
     def _sort_out(self, results: list[Any], variables: Sequence[Any]) -> tuple[list[int], set[int]]:
         """Return the places of the gradients that travel, and of those that stay, which are scaled."""
@@ -158,19 +163,7 @@ class NamedGradients(ABC):
     def _read(self, variable: Any) -> Any:
         """Return the value of a variable, an array of NumPy."""
 
-    def _told(self, gradient: Any) -> Any:
-        """Return what `_tell` takes of a gradient, which may change later."""
-        return gradient
-
-    @abstractmethod
-    def _tell(self, observed: Observed, places: Sequence[int], own: Sequence[Any], results: Sequence[Any]) -> None:
-        """Tell ``farandole verify`` of an exchange: the gradients of this rank, and of all."""
-
     def _is_eager(self) -> bool:
-        return True
-
-    def _is_seen(self) -> bool:
-        """Return whether ``farandole verify`` can see this exchange."""
         return True
 
     def _is_sparse(self, gradient: Any) -> bool:

@@ -136,7 +136,7 @@ def test_low_rank_and_auto_are_predicted_from_the_bytes_they_send(tmp_path: Path
     assert after.step_seconds is not None
     assert found["powersgd:rank=4"].seconds == pytest.approx(before.step_seconds - after.step_seconds, rel=0.15)
     assert found["auto"].seconds == found["powersgd:rank=4"].seconds
-    of_keras = gains(of(tmp_path / "keras", replace(slow, setup={SETUP_FRONT_END: "keras on jax"})))
+    of_keras = gains(of(tmp_path / "keras", replace(slow, setup={SETUP_FRONT_END: "keras on tensorflow"})))
     assert of_keras["auto"].seconds == of_keras["int4"].seconds < found["auto"].seconds
     unknown = gains(of(tmp_path / "unknown", healthy(bytes_per_second=50e6)))
     assert "powersgd:rank=4" not in unknown, "nothing tells what is in the buckets"

@@ -27,7 +27,7 @@ from farandole.observe.diagnose.facts.passes import held_passes
 from farandole.observe.diagnose.facts.step_table import StepTable
 from farandole.observe.diagnose.finders.front_ends import in_words_of
 
-TENSORFLOW, KERAS, ON_TORCH, ON_JAX = FRONT_ENDS
+TENSORFLOW, KERAS, ON_TORCH = FRONT_ENDS
 GAIN = Gain(0.5, "as measured")
 TUNED = Fix("let the tuner choose", "--set codec=auto", GAIN, {"codec": AUTO})
 INT8 = Fix("codec int8", "farandole run --plan int8.toml -- python train.py", GAIN, {"codec": "int8"})
@@ -139,15 +139,13 @@ def test_a_script_without_our_start_is_told_what_its_wrapper_knows(wrapper: str,
     ids=["codec", "auto", "passes", "tcp", "batch", "shard"],
 )
 def test_what_a_fix_becomes(front_end: str, fix: Fix, paste: str, changes: dict[str, object]) -> None:
-    if front_end == ON_JAX and fix is PASSES:
-        paste = "gradient_accumulation_steps=4  # argument of the optimizer"
     (found,) = told(front_end, "communication", fix)
     assert (found.what, found.paste, found.gain, dict(found.changes)) == (fix.what, paste, GAIN, changes)
 
 
 @pytest.mark.parametrize(("kind", "phase"), [("input", DATA), ("straggler", DATA)])
 def test_slow_data_is_cured_by_tf_data_and_on_torch_by_the_loader(kind: str, phase: str) -> None:
-    for front_end in (TENSORFLOW, KERAS, ON_JAX):
+    for front_end in (TENSORFLOW, KERAS):
         ahead, less = told(front_end, kind, WORKERS, phase=phase)
         assert "prefetch(tf.data.AUTOTUNE)" in ahead.paste
         assert "dataset.cache()" in less.what
@@ -160,7 +158,7 @@ def test_a_rank_that_computes_late_is_not_told_of_tf_data() -> None:
 
 @pytest.mark.parametrize("kind", ["launch", "memory"])
 def test_fixes_that_are_torch_s_own_are_left_out_where_torch_does_not_compute(kind: str) -> None:
-    for front_end in (TENSORFLOW, KERAS, ON_JAX):
+    for front_end in (TENSORFLOW, KERAS):
         assert told(front_end, kind, COMPILE) == ()
         assert told(front_end, kind, RARER) == (RARER,), "names nothing of torch's"
     assert told(ON_TORCH, kind, COMPILE) == (COMPILE,)
@@ -180,7 +178,7 @@ def test_pauses_are_those_of_fit(front_end: str) -> None:
 def test_time_between_two_batches_is_that_of_callbacks_where_keras_has_the_loop() -> None:
     evidence = ("ranks 0 and 1", "the loader is not timed (give it to fd.shard or fd.record)")
     own = Finding("other", "the script's own code takes 0.5 s", 0.5, 0.25, evidence=evidence, fixes=(RARER,))
-    for front_end in (KERAS, ON_TORCH, ON_JAX):
+    for front_end in (KERAS, ON_TORCH):
         found = in_words_of(own, cast(StepTable, SimpleNamespace(front_end=front_end, loop="")))
         assert found.title == "callbacks, and Keras's own loop, between two batches take 500 ms a step (25%)"
         assert found.evidence == evidence[:1]

@@ -266,7 +266,7 @@ SETUP_FRONT_END = "front_end"
 """Whose loop trains, where it is not one of torch: one of `FRONT_ENDS`."""
 SETUP_LOOP = "loop"  # whose loop of torch trains, where it is not the script's own; one of these:
 LOOPS = TRAINER, LIGHTNING = "transformers", "lightning"
-FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch", "keras on jax")
+FRONT_ENDS = ("tensorflow", "keras on tensorflow", "keras on torch")
 SETUP_WRAPPER = "wrapper"  # torch's class that exchanges the gradients, where our engine does not; of these:
 WRAPPERS = DDP, FSDP1, FSDP2 = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"
 SETUP_ZERO = "zero"

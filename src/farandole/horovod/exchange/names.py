@@ -44,12 +44,10 @@ next_name = made_objects.next_name
 def key_of(variable: Any) -> int:
     """Return what tells variables apart: the same for a variable of Keras and what is inside it.
 
-    On JAX what is inside is another array after each step, and none while `fit` runs; so there it is the variable
-    of Keras itself. It is not read by `value`, which may have to make something.
+    It is not read by `value`, which may have to make something.
     """
     inner = variable._value if hasattr(variable, "_value") else getattr(variable, "value", None)
-    is_value = type(inner).__module__.partition(".")[0] in ("jax", "jaxlib")
-    return id(variable if inner is None or callable(inner) or is_value else inner)
+    return id(variable if inner is None or callable(inner) else inner)
 
 
 def label_of(variable: Any) -> str:

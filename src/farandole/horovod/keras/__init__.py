@@ -1,4 +1,4 @@
-"""Horovod's names for Keras 3, on TensorFlow, torch or JAX: whatever `keras.backend.backend()` is.
+"""Horovod's names for Keras 3, on TensorFlow or torch: whatever `keras.backend.backend()` is.
 
 ::
 

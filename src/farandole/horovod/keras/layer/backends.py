@@ -11,14 +11,11 @@ from ....core.vocabulary.suggestions import install_command
 from ...exchange.settings import GradientSettings
 from ...exchange.step_watch import tell
 
-_TRAIN = ("tensorflow", "torch", "jax")
+_TRAIN = ("tensorflow", "torch")
 _NOT_BUILT = (
-    "Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow, torch or jax before keras is imported"
+    "Keras on {backend} is not supported: set KERAS_BACKEND to tensorflow or torch before keras is imported"
 )
-_BACKENDS = {
-    "tensorflow": "pip install tensorflow or tensorflow-cpu, or set KERAS_BACKEND=torch",
-    "jax": "pip install jax, or set KERAS_BACKEND to tensorflow or torch",
-}
+_INSTALL = "pip install tensorflow or tensorflow-cpu, or set KERAS_BACKEND=torch"
 
 
 class KerasGradients(Protocol):
@@ -32,7 +29,7 @@ class KerasGradients(Protocol):
 
 
 def backend_name() -> str:
-    """Return the backend of Keras 3: "tensorflow", "torch", "jax", ..."""
+    """Return the backend of Keras 3: "tensorflow", "torch", ..."""
     import keras
 
     found: str = keras.backend.backend()
@@ -49,10 +46,6 @@ def make_gradients(settings: GradientSettings, name: str) -> KerasGradients:
         from .torch_gradients import TorchGradients
 
         return TorchGradients(settings, name)
-    if backend_name() == "jax":
-        from .jax_gradients import JaxGradients
-
-        return JaxGradients(settings, name)
     raise NotImplementedError(f"farandole.horovod: {_NOT_BUILT.format(backend=backend_name())}")
 
 
@@ -92,15 +85,14 @@ def import_keras(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except (ModuleNotFoundError, ValueError) as problem:
         backend = set_variables(["KERAS_BACKEND"]).get("KERAS_BACKEND", _TRAIN[0])
-        if backend not in _TRAIN:  # what is missing then is not what is wrong: that one of NumPy wants JAX
+        if backend not in _TRAIN:  # what is missing then is not what is wrong: JAX and NumPy want packages
             raise ImportError(f"farandole.horovod.{extra}: {_NOT_BUILT.format(backend=backend)}") from None
         if not isinstance(problem, ModuleNotFoundError):
             raise
         missing = problem
-        if missing.name in _BACKENDS:
+        if missing.name == "tensorflow":
             raise ImportError(
-                f"farandole.horovod.{extra}: Keras runs on {missing.name}, which is not installed: "
-                f"{_BACKENDS[missing.name]}"
+                f"farandole.horovod.{extra}: Keras runs on tensorflow, which is not installed: {_INSTALL}"
             ) from None
         if missing.name != name.partition(".")[0]:
             raise

@@ -42,7 +42,7 @@ class BroadcastVariables:
     def set_model(self, model: Any) -> None:
         """Take the model. TensorFlow's exchange cannot be inside an XLA program; Keras makes one on a GPU."""
         super().set_model(model)  # type: ignore[misc]
-        if getattr(model, "jit_compile", False) and not hasattr(model, "jax_state_sync"):
+        if getattr(model, "jit_compile", False):
             model.jit_compile = False
 
     def on_train_begin(self, logs: Logs = None) -> None:

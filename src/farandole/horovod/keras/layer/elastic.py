@@ -109,8 +109,6 @@ class KerasState(VariablesState):
         super().__init__(self._all_variables, **kwargs)
 
     def _all_variables(self) -> list[Any]:
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()  # inside `fit` on JAX they are elsewhere
         return [*self.model.weights, *optimizer_variables(self.optimizer)]
 
 

@@ -20,8 +20,8 @@ from ...exchange.settings import GradientSettings
 from ..variables import is_legacy
 from ..watch.fits import watch_fits
 from .accumulation import PassAccumulator
-from .backends import KerasGradients, backend_name, make_gradients, mark_loss, mark_step, refuse_other_backends
-from .loss_scales import refuse_loss_scale_around, scales_loss
+from .backends import KerasGradients, make_gradients, mark_loss, mark_step, refuse_other_backends
+from .loss_scales import refuse_loss_scale_around
 from .older_names import OlderNames
 
 _LEFT_OUT = (
@@ -72,12 +72,6 @@ class DistributedKerasOptimizer(OlderNames):
         """Scale the loss of a batch, as Keras asks its optimizer to; for the records, mark when it is known."""
         return cast(Any, super()).scale_loss(mark_loss(loss))
 
-    def stateless_apply(self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any) -> Any:
-        """Do the same, as JAX has it: return the new values. One that scales the loss does not call `apply`."""
-        if scales_loss(self):
-            grads = self._gradients()(list(grads), cast(Any, self)._trainable_variables)
-        return cast(Any, super()).stateless_apply(optimizer_variables, grads, trainable_variables)
-
     def _accumulates(self) -> bool:
         """Return whether Keras adds up gradients itself. See [Note: accumulated]."""
         return bool(getattr(self, "gradient_accumulation_steps", None))
@@ -90,19 +84,8 @@ class DistributedKerasOptimizer(OlderNames):
     def _clip_gradients(self, grads: Any) -> Any:
         """Exchange what Keras has added up, and clip it. See [Note: accumulated]."""
         if self._accumulates():
-            grads = self._exchange_sums(list(grads))
+            grads = self._gradients()(list(grads), self._farandole_applied)
         return cast(Any, super())._clip_gradients(grads)
-
-    def _exchange_sums(self, sums: list[Any]) -> list[Any]:
-        variables = self._farandole_applied
-        if backend_name() != "jax":
-            return self._gradients()(sums, variables)
-        import keras  # JAX computes this part in every pass, and throws it away in all but the last
-
-        mine = cast(Any, self)
-        is_last = (mine._iterations + 1) % mine.gradient_accumulation_steps == 0
-        exchanged: list[Any] = keras.ops.cond(is_last, lambda: self._gradients()(sums, variables), lambda: sums)
-        return exchanged
 
     def build(self, variables: Any) -> None:
         """Make the optimizer's variables, and the sums of several backward passes."""
@@ -186,11 +169,6 @@ def distribute(optimizer: Any, settings: GradientSettings, name: str) -> Any:
         raise ValueError(
             f"DistributedOptimizer: backward_passes_per_step={settings.passes} and the optimizer's "
             f"gradient_accumulation_steps={stepping.gradient_accumulation_steps} both add up gradients: give one"
-        )
-    if settings.passes > 1 and backend_name() == "jax":
-        raise NotImplementedError(
-            f"DistributedOptimizer: backward_passes_per_step={settings.passes} on JAX, where a step changes no "
-            "variable but those it is given: use the optimizer's gradient_accumulation_steps"
         )
     _refuse_strategy()
     watch_fits()

@@ -14,8 +14,6 @@ from ...exchange.buckets import FlatBucket
 from ...exchange.layouts import Place, layouts
 from ...exchange.rounds import Round, RoundPart
 from ...named_gradients import NamedGradients, Sent
-from ...verify.arrays import Array
-from ...verify.observed import Observed
 
 
 class TorchGradients(NamedGradients):
@@ -79,16 +77,9 @@ class TorchGradients(NamedGradients):
         assert size is not None, "not alone"
         return gradient / size
 
-    def _read(self, variable: Any) -> Array:
-        return self._told(getattr(variable, "value", variable))
-
-    def _told(self, gradient: torch.Tensor) -> Array:
-        tensor = gradient.detach().cpu()
-        found: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy().copy()
-        return found
-
-    def _tell(self, observed: Observed, places: Sequence[int], own: Sequence[Any], results: Sequence[Any]) -> None:
-        observed.tell(places, own, results)
+    def _read(self, variable: Any) -> Any:
+        tensor = getattr(variable, "value", variable).detach().cpu()
+        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _flat(bucket: FlatBucket, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 
-from ....comm.device.accelerator import random_states
+from ...array_verification import Array, leaves_of
 from ...common.running import find_running
 from ...exchange.names import key_of
-from ...verify.arrays import Array, leaves_of
-from ..variables import as_numpy, is_legacy, optimizer_variables
+from ..variables import as_numpy, is_legacy
 
 SEED_STATE = "seed_generator_state"
 """How Keras names the variable in which a generator of seeds keeps its seed and its counter."""
 
 
 def backend_of(model: Any) -> str:
-    """Return what a model computes with: "tensorflow", "torch", "jax", ..."""
+    """Return what a model computes with: "tensorflow", "torch", ..."""
     if is_legacy(type(model)):
         return "tensorflow"
     import keras
@@ -89,59 +86,20 @@ def seed_states(model: Any) -> list[Any]:
     return found if shared is None else [*found, shared.state]
 
 
-def draws_unseen(model: Any) -> bool:
-    """Return whether a model may draw random numbers that no variable tells of: one of tf_keras."""
-    return is_legacy(type(model)) and any(
-        kind.__name__ == "BaseRandomLayer" for layer in layers_of(model) for kind in type(layer).__mro__
-    )
-
-
-def variables_of(model: Any) -> list[Any]:
-    """Return all variables of a model, its metrics and its optimizer; some twice."""
-    if is_legacy(type(model)):
-        metrics = [each for metric in model.metrics for each in metric.variables]
-    else:
-        metrics = list(model.metrics_variables)
-    optimizer = getattr(model, "optimizer", None)
-    return [*model.variables, *metrics, *optimizer_variables(optimizer), *seed_states(model)]
-
-
-def added_passes(model: Any) -> tuple[int, str]:
-    """Return how many batches one step of the optimizer has, and the argument that says so."""
+def batches_per_step(model: Any) -> int:
+    """Return how many batches one step of the optimizer has."""
     optimizer = getattr(model, "optimizer", None)
     settings = getattr(optimizer, "_farandole_settings", None)
-    found = {
-        "backward_passes_per_step": getattr(settings, "passes", 1),
-        "gradient_accumulation_steps": _accumulated(optimizer),
-    }
-    name = max(found, key=lambda each: found[each])
-    return found[name], name
-
-
-def _accumulated(optimizer: Any) -> int:
-    inner = getattr(optimizer, "inner_optimizer", None)
-    return max(getattr(each, "gradient_accumulation_steps", None) or 1 for each in (optimizer, inner))
-
-
-def computes_in_16_bits(model: Any) -> bool:
-    """Return whether a layer does, by its policy."""
-    return any("16" in str(getattr(layer, "compute_dtype", "")) for layer in layers_of(model))
+    accumulated = (
+        getattr(each, "gradient_accumulation_steps", None) or 1
+        for each in (optimizer, getattr(optimizer, "inner_optimizer", None))
+    )
+    return max(getattr(settings, "passes", 1), *accumulated)
 
 
 def is_tensorflows(value: Any) -> bool:
     """Return whether a tensor or variable is TensorFlow's own, and not one of Keras 3."""
     return type(value).__module__.partition(".")[0] == "tensorflow"
-
-
-def as_tensor(model: Any, array: Array) -> Any:
-    """Return an array as a tensor of what a model computes with."""
-    if is_legacy(type(model)):
-        from ...tensorflow.installed import tf
-
-        return tf.convert_to_tensor(array)
-    import keras
-
-    return keras.ops.convert_to_tensor(array)
 
 
 def _global_generator() -> Any:
@@ -161,38 +119,9 @@ def on_torch() -> bool:
     return bool(keras.backend.backend() == "torch")
 
 
-def torch_random_state() -> bytes:
-    """Return the state of torch's generators, of which dropout draws there; empty on other backends."""
-    if not on_torch():
-        return b""
-    return b"".join(state.numpy().tobytes() for state in [torch.get_rng_state(), *random_states()])
-
-
 def learning_rates(model: Any) -> list[float]:
     """Return the learning rate, as the list that the comparison of models takes."""
     try:
         return [float(to_numpy(model.optimizer.learning_rate))]  # type: ignore[arg-type]
     except (TypeError, ValueError, AttributeError):  # an optimizer without one
         return []
-
-
-def layers_of(model: Any) -> Iterator[Any]:
-    """Return all layers of a model, those inside others included."""
-    flatten = getattr(model, "_flatten_layers", None)
-    if flatten is not None:
-        yield from flatten()
-        return
-    for layer in getattr(model, "layers", ()):
-        yield layer
-        yield from layers_of(layer)
-
-
-def normalizing_layers(model: Any) -> list[Any]:
-    """Return the layers that normalise by the statistics of this rank's own samples."""
-    return [
-        each
-        for each in layers_of(model)
-        if any(kind.__name__ == "BatchNormalization" for kind in type(each).__mro__)
-        and type(each).__name__ != "SyncBatchNormalization"
-        and each.trainable
-    ]

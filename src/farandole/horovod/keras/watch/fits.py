@@ -9,37 +9,56 @@ model's `train_step` is one that shows the batch first, by a Python function in 
 an observer wants the batch. On torch the batch is an argument.
 
 [Note: the wait for the batch] For the records, `train_step` also marks when its batch was there, on one rank too.
-On JAX the step is given its batch: there the iterator is timed.
 
 [Note: tf_keras] It looks for the model's `train_step` when TensorFlow makes the graph: in the first call, and
 where a batch has another shape. So ours takes its place in each call.
 
-Models are watched on TensorFlow and on torch; on JAX for the records, and by ``farandole verify`` (`jax_steps`).
-Where nothing is to be seen (no `hvd.init`, an optimizer that is not distributed, one rank without records) Keras
-does what it does without us.
+Models are watched on TensorFlow and on torch. Where nothing is to be seen (no `hvd.init`, an optimizer that is not
+distributed, one rank without records) Keras does what it does without us.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ....comm.world.world import World
+from ...array_verification import Array, find_verification, leaves_of
 from ...common.running import find_running
 from ...exchange.step_watch import tell
-from ...verify.arrays import Array, leaves_of, replaced
-from ...verify.verification import find_verification
 from ..variables import is_legacy
 from .backends import arrays_of, backend_of, is_distributed, steps_of_call
-from .observer import FitObserver
 from .shared_files import guard_files
 
 _BACKENDS = ("tensorflow", "torch")
 _MARK = "_farandole_is_watched"
+
+
+class FitObserver(Protocol):
+    """Looks at the trainings of one world."""
+
+    @property
+    def wants_batch(self) -> bool:
+        """Whether the next batch is to be shown."""
+
+    def begins(self, model: Any, calls: int) -> None:
+        """A step is about to be made; or several, with ``steps_per_execution``.
+
+        `calls`: of the same train function before.
+        """
+
+    def batch(self, arrays: Sequence[Array], *, weighs: bool) -> None:
+        """These arrays are its batch. May be called by a thread of TensorFlow's.
+
+        `weighs`: whether there are sample weights among them.
+        """
+
+    def ends(self, model: Any, steps: int) -> None:
+        """The step is done; so many, with ``steps_per_execution``."""
 
 
 def watch_fits() -> None:
@@ -66,48 +85,12 @@ def _watch(kind: Any) -> None:
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.train_function is not None and not force:
             return plain(self, force)
-        backend = backend_of(self)
-        if backend in _BACKENDS:
+        if backend_of(self) in _BACKENDS:
             return _Watched(self).make(plain, force)
-        if backend != "jax":
-            return plain(self, force)
-        here = _here()
-        is_verified = here is not None and find_verification(here) is not None
-        if is_verified:
-            self.steps_per_execution = 1  # each step is compared
-        plain(self, force)
-        if _is_recorded():
-            _time_batches(self)
-        if is_verified:
-            from .jax_steps import watch_steps
-
-            watch_steps(self, lambda: _observers_here(self))
-        return self.train_function
+        return plain(self, force)
 
     setattr(make_train_function, _MARK, True)
     kind.make_train_function = make_train_function
-
-
-def _time_batches(model: Any) -> None:
-    """On JAX, tell the records when batches are asked for, and there."""
-    inner = model.train_function
-
-    @functools.wraps(inner)
-    def train_function(state: Any, iterator: Any) -> Any:
-        tell(lambda watch: watch.batch_is_asked())
-        return inner(state, timed(iterator))
-
-    def timed(iterator: Any) -> Iterator[Any]:
-        for batch in iterator:
-            _tell_rows(batch)
-            yield batch
-
-    model.train_function = train_function
-
-
-def _tell_rows(batch: Any) -> None:
-    rows = next((each.shape[0] for each in leaves_of(batch) if getattr(each, "shape", ())), 0)
-    tell(lambda watch: watch.batch_is_there(rows))
 
 
 def _observers(here: World, model: Any) -> list[FitObserver]:
@@ -184,7 +167,7 @@ class _Watched:
         with self._showing() if self._is_legacy else nullcontext():
             logs = inner(*arguments, **named)
         for each in observers:
-            each.ends(model, steps_of_call(model), logs)
+            each.ends(model, steps_of_call(model))
         return logs
 
     # -- the batch: see [Note: the batch] ------------------------------------------------------------
@@ -260,10 +243,10 @@ class _Watched:
             self._note(data, arrays)
 
     def _note(self, data: Any, arrays: list[Array]) -> None:
-        nest = replaced(data, iter(range(len(arrays))))
+        weighs = isinstance(data, tuple) and len(data) > 2 and data[2] is not None
         for each in _observers_here(self._model):
             if each.wants_batch:
-                each.batch(self._model, nest, arrays)
+                each.batch(arrays, weighs=weighs)
 
 
 def _is_recorded() -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from ....comm.world.world import World
 from ....train.guards.equal_models import ModelDigests
 from ....train.guards.same_batch import BatchDigests
-from ...verify.arrays import Array, digest_of
+from ...array_verification import Array, digest_of
 from .backends import beginning_of, learning_rates, shared_weights
 from .seeds import OwnSeeds
 
@@ -45,13 +45,13 @@ class Guards:
         if calls < 2:
             self._seeds.give(model)
 
-    def batch(self, model: Any, nest: Any, arrays: Sequence[Array]) -> None:
+    def batch(self, arrays: Sequence[Array], *, weighs: bool) -> None:
         """Keep a hash of the first one."""
         if self._digest is None:
             is_telling = sum(each.size for each in arrays) > 1
             self._digest = digest_of(arrays[:_MOST_ARRAYS], _MOST_BATCH_ELEMENTS) if is_telling else ""
 
-    def ends(self, model: Any, steps: int, logs: Any) -> None:
+    def ends(self, model: Any, steps: int) -> None:
         """Leave the hash after the first call, compare after the second: all ranks have left theirs by then."""
         self._calls += 1
         if self._calls == 1 and self._digest:

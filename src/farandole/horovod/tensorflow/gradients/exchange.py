@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ....core.environ.env import read_elastic_settings
 from ....core.vocabulary.codec_spec import NONE
 from ...common.operations import set_number
@@ -32,7 +34,6 @@ from ..calls.tensors import torch_type
 from ..errors import translated
 from ..installed import tf
 from ..ops.inputs import size_of
-from .observed import read, tell
 
 _MARK = "_farandole_exchanged"
 """An attribute of tensors."""
@@ -42,8 +43,6 @@ class FlatExchange(NamedGradients):
     """How the gradients of one optimizer or tape meet."""
 
     travel_so = "TensorFlow's travel so"
-    _read = staticmethod(read)
-    _tell = staticmethod(tell)
 
     def __init__(self, settings: GradientSettings, name: str) -> None:
         super().__init__(settings, name)
@@ -55,6 +54,9 @@ class FlatExchange(NamedGradients):
 
     def _is_alone(self) -> bool:
         return self.settings.process_set.size() == 1 and read_elastic_settings() is None
+
+    def _read(self, variable: Any) -> Any:
+        return np.asarray(tf.convert_to_tensor(variable).numpy())
 
     def _is_eager(self) -> bool:
         return bool(tf.executing_eagerly())

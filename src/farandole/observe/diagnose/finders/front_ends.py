@@ -24,7 +24,7 @@ from ..facts.finding import Finding, Fix
 from ..facts.proposals import distribute_by
 from ..facts.step_table import StepTable
 
-_ON_TORCH, _ON_JAX = "keras on torch", "keras on jax"
+_ON_TORCH = "keras on torch"
 _AHEAD = (
     Fix(
         "let tf.data make batches ahead of time and beside each other",
@@ -191,11 +191,8 @@ def _translate(fix: Fix, front_end: str) -> Fix:
     if held := _HELD.match(fix.paste):
         changes["accumulate"] = int(held[2] or 2)
     if "accumulate" in changes:
-        argument, of = "backward_passes_per_step", "hvd.DistributedOptimizer"
-        if front_end == _ON_JAX:  # Keras accumulates there, and ours takes it over
-            argument, of = "gradient_accumulation_steps", "the optimizer"
-        paste = f"{argument}={changes['accumulate']}  # argument of {of}"
-        return replace(fix, paste=paste)
+        passes = changes["accumulate"]
+        return replace(fix, paste=f"backward_passes_per_step={passes}  # argument of hvd.DistributedOptimizer")
     if "congestion_control" in changes:
         paste = f"sysctl -w net.ipv4.tcp_congestion_control={changes['congestion_control']}  # on every host"
         return replace(fix, paste=paste, changes={})

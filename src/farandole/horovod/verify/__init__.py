@@ -1,1 +1,0 @@
-"""What ``farandole verify`` looks at in trainings with TensorFlow and Keras."""
