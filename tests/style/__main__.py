@@ -1,4 +1,4 @@
-"""``python -m tests.style``: write CONTRIBUTING's tables of the house, and strike mended violations off the list.
+"""``python -m tests.style``: write CONTRIBUTING's tables of the house, strike off what is mended, lower ceilings.
 
 ``python -m tests.style --as-found`` puts every violation of today on the list: after files have moved, when the
 names on the list are others. The difference is to be looked at: the list may only shrink.
@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from tests.style.tables import known_violations, write_known, write_tables
+from tests.style.ceilings import lower, sizes
+from tests.style.tables import known_violations, source, write_known, write_tables
 
 before = known_violations()
 write_tables()
+lower(sizes(source()))
 write_known(as_found="--as-found" in sys.argv[1:])
 for rule, violations in known_violations().items():
     print(f"{rule}: {len(violations)} known (before: {len(before.get(rule, {}))})")

@@ -147,14 +147,6 @@ def environment_reads(tree: Tree, layout: Layout) -> Violations:
     return {module: count for module, count in found.items() if count}
 
 
-def crowded_folders(tree: Tree, layout: Layout) -> Violations:
-    """Return folders of too many files, with their numbers."""
-    counts: Violations = defaultdict(int)
-    for module in tree.modules:
-        counts[folder_of(module)] += 1
-    return {folder: count for folder, count in counts.items() if count > layout.limits["files"]}
-
-
 def long_files(tree: Tree, layout: Layout) -> Violations:
     """Return files of too many lines, with their numbers."""
     return {module: count for module, count in tree.lines.items() if count > layout.limits["lines"]}
@@ -232,7 +224,6 @@ RULES: dict[str, Callable[[Tree, Layout], Violations]] = {
     "two-way folders": two_way_folders,
     "import cycles": import_cycles,
     "environment reads": environment_reads,
-    "crowded folders": crowded_folders,
     "long files": long_files,
     "repeated classes": repeated_classes,
     "large classes": large_classes,

@@ -13,7 +13,6 @@ from tests.style.rules import (
     Layout,
     Violations,
     compare,
-    crowded_folders,
     environment_reads,
     import_cycles,
     large_classes,
@@ -34,7 +33,7 @@ LAYOUT = Layout(
         "right": [("z", "")],
     },
     to_come={"later", "left/x", "left/y"},
-    limits={"files": 2, "attributes": 2, "keys": 3, "lines": 3},
+    limits={"attributes": 2, "keys": 3, "lines": 3},
     file_records={},
     front_door=("__init__", "version"),
     environment_file="low/env",
@@ -187,10 +186,9 @@ def test_reads_of_the_environment_are_counted(tmp_path: Path, text: str, count: 
     )
 
 
-def test_sizes_are_counted(tmp_path: Path) -> None:
-    files = {"left/a": "\n" * 3, "left/b": "\n" * 4, "left/c": "", "right/d": "", "right/e": ""}
+def test_lines_are_counted(tmp_path: Path) -> None:
+    files = {"left/a": "\n" * 3, "left/b": "\n" * 4, "left/c": ""}
     tree = made(tmp_path, files)
-    assert crowded_folders(tree, LAYOUT) == {"left": 3}
     assert long_files(tree, LAYOUT) == {"left/b": 4}
 
 
@@ -251,5 +249,5 @@ def test_the_list_of_known_violations_may_only_shrink() -> None:
 def test_a_house_in_order_breaks_no_rule(tmp_path: Path, rule: str) -> None:
     expected: Violations = {}
     assert RULES[rule](made(tmp_path, {**ALL_ROWS, "low/one_file": "", "low/env": ""}), replace(
-        LAYOUT, limits={"files": 9, "attributes": 9, "keys": 9, "lines": 9},
+        LAYOUT, limits={"attributes": 9, "keys": 9, "lines": 9},
     )) == expected  # fmt: skip

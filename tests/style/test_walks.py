@@ -1,9 +1,11 @@
-"""How many files of the source a plan passes on its way from the command line to a rank over ssh."""
+"""How many files of the source are entered by a step, a call or a command, and which a plan passes to a rank."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.style.ceilings import ceilings
+from tests.style.entered import of_a_job, of_a_plan, of_a_training
 from tests.style.walks import walk_over_ssh
 
 MOST_ENTERED, MOST_CARRYING = 82, 15
@@ -16,3 +18,18 @@ def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:
     assert {"cli/main", "launch/ssh/link/frames", "core/environ/job_plan"} <= walk.carrying
     assert len(walk.carrying) <= MOST_CARRYING, sorted(walk.carrying)
     assert len(walk.entered) <= MOST_ENTERED, sorted(walk.entered)
+
+
+def test_a_step_and_distribute_enter_no_more_files(tmp_path: Path) -> None:
+    for part, files in of_a_training(tmp_path).items():
+        assert "parallel/apply" in files or part in ("save", "load"), part
+        require(f"walk of {part}", files)
+
+
+def test_a_job_and_a_plan_enter_no_more_files(tmp_path: Path) -> None:
+    require("walk of a job until its ranks run", of_a_job(tmp_path))
+    require("walk of farandole plan", of_a_plan(tmp_path))
+
+
+def require(name: str, files: set[str]) -> None:
+    assert len(files) <= ceilings()[name], (name, len(files), sorted(files))
