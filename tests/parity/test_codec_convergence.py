@@ -20,7 +20,7 @@ from farandole.bench.data.text import load_text
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.messages.message import Encoded, Encoding, GroupRank
 from farandole.comm.messages.simulator import simulate
-from farandole.comm.sessions.batched import fuse
+from farandole.comm.sessions.units import fuse
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 
 RANKS, STEPS, BATCH, CONTEXT = 4, 1000, 16, 4

@@ -19,8 +19,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.autotune import autotuner as tuning
 from farandole.comm.autotune import look as looking
-from farandole.comm.autotune.autotuner import Autotuner
-from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS
+from farandole.comm.autotune.autotuner import LEAST_PAUSE_SECONDS, Autotuner
 from farandole.comm.autotune.probe import probe_link
 from farandole.comm.messages.message import Message
 from farandole.comm.transport.rank_group import RankGroup

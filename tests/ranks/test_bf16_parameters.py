@@ -12,7 +12,7 @@ import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.parallel.apply import undistribute
 from farandole.parallel.optim import bf16_parameters
-from farandole.parallel.optim.rounding import round_stochastically, seed_of
+from farandole.parallel.optim.bf16_parameters import round_stochastically, seed_of
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, mlp, own
 

@@ -17,7 +17,7 @@ from farandole.comm.codecs import device_quantize
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.reducer.device_exchanges import DeviceExchanges
+from farandole.comm.reducer.in_flight import DeviceExchanges
 from farandole.comm.sessions.units import UnitStates
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.apply import plan_of, reducer_of

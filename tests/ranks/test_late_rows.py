@@ -19,7 +19,7 @@ import farandole as fd
 from farandole.comm.rows import row_gather
 from farandole.comm.rows.late_rows import LateParameter
 from farandole.comm.rows.row_gather import RowGather
-from farandole.parallel.zero.step_in_parts import KNOWN
+from farandole.parallel.zero.sharded_step import KNOWN
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_routes import pretend_two_hosts

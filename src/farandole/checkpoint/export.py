@@ -20,11 +20,59 @@ import numpy as np
 
 from ..core.vocabulary.errors import CheckpointError
 from .directory import FILE_MODE, read_manifest, step_directory, sync_directory
-from .dtypes import ITEM_BYTES, file_layout
-from .frozen_form import FrozenEntry, decode_frozen, frozen_entry
+from .dtypes import ITEM_BYTES, file_layout, tensor_bytes
 from .manifest import Manifest, PieceEntry, TensorEntry
 from .shard_file import digest
 from .verify import damaged_piece, require_file, require_header
+
+
+# Weights that are stored in few bits, decoded without torch: the form of `parallel.frozen.block_codes`.
+@dataclass(frozen=True, slots=True)
+class FrozenEntry:
+    """A tensor that a checkpoint stores as packed numbers and scales, and an export as float32."""
+
+    codec: str
+    shape: tuple[int, ...]
+    packed: TensorEntry
+    scales: TensorEntry
+    dtype: str = "float32"
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the decoded tensor."""
+        return tensor_bytes(self.dtype, self.shape)
+
+    @property
+    def pieces(self) -> tuple[PieceEntry, ...]:
+        """Those of both tensors."""
+        return (*self.packed.pieces, *self.scales.pieces)
+
+
+def frozen_entry(value: Any, tensors: Mapping[str, TensorEntry]) -> FrozenEntry | None:
+    """Return what an encoded value says of a frozen weight; None if it is something else."""
+    body = value.get("$frozen") if isinstance(value, dict) else None
+    try:
+        packed, scales = (tensors[body[key]["$tensor"]] for key in ("packed", "scales"))  # type: ignore[index]
+        return FrozenEntry(body["codec"], tuple(body["shape"]), packed, scales)  # type: ignore[index]
+    except (KeyError, TypeError):
+        return None
+
+
+def decode_frozen(entry: FrozenEntry, packed: bytes, scales: bytes) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the elements, float32, of the content of both tensors."""
+    blocks = entry.packed.shape[0]
+    if entry.scales.dtype == "bfloat16":
+        factors = (np.frombuffer(scales, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    else:
+        factors = np.frombuffer(scales, np.float32)
+    if entry.packed.dtype == "uint8":
+        pairs = np.frombuffer(packed, np.uint8).reshape(blocks, -1)
+        numbers = np.stack((pairs & 15, pairs >> 4), 2).reshape(blocks, -1).astype(np.float32) - np.float32(8)
+    else:
+        numbers = np.frombuffer(packed, np.int8).reshape(blocks, -1).astype(np.float32)
+    flat = (numbers * factors[:, None]).reshape(-1)
+    return flat[: int(np.prod(entry.shape, dtype=np.int64))].reshape(entry.shape)
+
 
 _Entry = TensorEntry | FrozenEntry
 INDEX = "model.safetensors.index.json"

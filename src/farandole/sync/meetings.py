@@ -3,35 +3,150 @@
 [Note: the delta rule] When a part arrives that was sent some steps ago, a rank's parameters move by what the outer
 step moved, counted from what it sent: the steps that it made meanwhile stay, and the mean over the ranks is that
 of the outer step. Where no step was made meanwhile they become the averaged parameters to the bit.
+
+One rule (DiLoCo, Douillard 2311.08105, algorithm 1, with torch's form of Nesterov) has local SGD and post-local
+SGD (rate 1, no momentum), BMUF and Lookahead as special cases.
+
+[Note: sign of a change] A change is what was before minus what is now, so that it stands where a gradient would: a
+rank that stepped down a gradient has a change along it, and the outer step subtracts it.
 """
 
 from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.codecs.finite import is_finite
 from ..comm.device.other_thread import OtherThread
 from ..comm.reducer.options import ExtraTensors
+from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
 from ..core.vocabulary.codec_spec import CodecSpec
-from ..core.vocabulary.errors import CommError
+from ..core.vocabulary.errors import CommError, ConfigError
 from ..core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, Exchange, Setup, SetupValue
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
 from .change_exchange import ChangeExchange, Meeting, digest_of
-from .fragments import Fragment, Means, deal_fragments
-from .local_buffers import LocalBuffers
-from .outer_step import outer_step
+
+# Parts of a model that meet together: which parameters they have, and what is kept between meetings.
+Means = dict[str, torch.Tensor] | None
+"""Mean changes by name; None: no rank had a sample."""
+
+
+@dataclass(eq=False)
+class Fragment:
+    """Parameters that meet together."""
+
+    number: int
+    parameters: Mapping[str, torch.Tensor]
+    """By name: the model's own."""
+    outer: list[torch.Tensor] = field(default_factory=list)
+    """The averaged ones, after the last meeting."""
+    velocity: list[torch.Tensor] = field(default_factory=list)
+    sent: list[torch.Tensor] = field(default_factory=list)
+    """What the parameters were when they were sent, while the mean is on its way."""
+    means: Future[Means] | None = None
+    sent_at: int = 0
+    """The step after which they were sent last."""
+    weight_at: float = 0.0
+    """What the rank's samples had added up to then."""
+
+
+def deal_fragments(model: nn.Module, optimizers: Sequence[Optimizer], spec: SyncSpec, text: str) -> list[Fragment]:
+    """Deal the parameters that train to the fragments of `spec`, each to the one with least bytes.
+
+    Neighbours in the model come into different fragments: as the strided ones of 2501.18512. `text`: the
+    plan's key. Raises `ConfigError` for more fragments than parameters.
+    """
+    stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    found = {name: each for name, each in model.named_parameters() if each.requires_grad and id(each) in stepped}
+    if len(found) < spec.fragments:
+        raise ConfigError(
+            f'plan: sync = "{text}" has {spec.fragments} fragments, but {len(found)} parameters train',
+            remedy="set fewer fragments",
+        )
+    dealt: list[dict[str, torch.Tensor]] = [{} for _ in range(spec.fragments)]
+    loads = [0] * spec.fragments
+    for name, each in found.items():
+        least = min(range(len(loads)), key=loads.__getitem__)
+        dealt[least][name] = each
+        loads[least] += each.nbytes
+    return [Fragment(number, each) for number, each in enumerate(dealt)]
+
+
+# Running statistics and other buffers that change, where ranks train on their own: averaged at meetings.
+class LocalBuffers:
+    """The buffers of one model. To be made by all ranks."""
+
+    def __init__(self, model: nn.Module, extra: ExtraTensors | None, here: World) -> None:
+        """`extra`: which buffers travel, and how; None: none do."""
+        self._model, self._extra, self._here = weakref.ref(model), extra, here
+        self._travels: bool | None = None
+        """Whether some do; None: it is not agreed on yet."""
+        self._averaged: dict[str, torch.Tensor] = {}
+
+    def meet(self, weight: float) -> None:
+        """Average them; to be called by all ranks. `weight`: this rank's share of the samples."""
+        if self._extra is None or self._here.size == 1:
+            return
+        if self._travels is None:
+            self._travels = self._extra.prepare()
+        if not self._travels:
+            return
+        flat = self._extra.pack(weight / self._here.size)
+        with translated(self._here, "mean of buffers"):
+            dist.all_reduce(flat, group=self._here.group)
+        self._extra.unpack()
+        model = self._model()
+        if model is not None:
+            self._averaged = {
+                name: each.detach().clone() for name, each in model.named_buffers() if each.is_floating_point()
+            }
+
+    def averaged(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the model's buffers, each with what it was after the last meeting."""
+        model = self._model()
+        buffers = {} if model is None else dict(model.named_buffers())
+        return [(buffers[name], value) for name, value in self._averaged.items() if name in buffers]
+
+
+# The outer step: what becomes of the averaged parameters when the mean change of the ranks is known.
+@torch.no_grad()
+def outer_step(
+    outer: Sequence[torch.Tensor], velocity: Sequence[torch.Tensor], change: Sequence[torch.Tensor], spec: SyncSpec
+) -> None:
+    """Apply the mean `change` of the ranks to `outer`, in place. See [Note: sign of a change].
+
+    Args:
+        outer: the averaged parameters; tensors of any floating dtype.
+        velocity: the outer momentum, of the same shapes, updated in place; empty where `spec.momentum` is 0.
+        change: of the same shapes; overwritten.
+        spec: rate, momentum and its form.
+    """
+    if not outer:
+        return
+    if not spec.momentum:
+        torch._foreach_add_(list(outer), list(change), alpha=-spec.outer_lr)
+        return
+    torch._foreach_mul_(list(velocity), spec.momentum)
+    torch._foreach_add_(list(velocity), list(change))
+    if spec.nesterov:
+        torch._foreach_add_(list(change), list(velocity), alpha=spec.momentum)
+        torch._foreach_add_(list(outer), list(change), alpha=-spec.outer_lr)
+    else:
+        torch._foreach_add_(list(outer), list(velocity), alpha=-spec.outer_lr)
 
 
 class Meetings:

@@ -26,9 +26,8 @@ from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.routes.route import Route
 from farandole.comm.transport.comm_thread import CommThread
-from farandole.comm.transport.peers import Peers
 from farandole.comm.transport.rank_group import RankGroup
-from farandole.comm.transport.transport import Transport
+from farandole.comm.transport.transport import Peers, Transport
 from farandole.comm.world.process_groups import ProcessGroups
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.events import Event

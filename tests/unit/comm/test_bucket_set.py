@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from farandole.comm.buckets.bucket import Bucket
-from farandole.comm.buckets.bucket_set import BucketSet
-from farandole.comm.buckets.chosen_codecs import ChosenCodecs
+from farandole.comm.buckets.bucket_set import BucketSet, ChosenCodecs
 from farandole.comm.gradients.parameters import ParameterTable
 from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from farandole.comm.messages.message import GroupRank
-from farandole.comm.named_ops.data import codec_states
-from farandole.comm.named_ops.data.codec_states import StatesByName
+from farandole.comm.named_ops.data import data_plane as codec_states
+from farandole.comm.named_ops.data.data_plane import StatesByName
 from farandole.comm.named_ops.operations.operation import Operation
 from farandole.comm.named_ops.operations.request import is_unnamed
 from farandole.comm.sessions.units import UnitStates

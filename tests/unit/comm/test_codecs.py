@@ -23,7 +23,7 @@ from farandole.comm.codecs.topk import exact_top, sampled_top
 from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
 from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
 from farandole.comm.messages.simulator import Rounds, SimulationResult, simulate
-from farandole.comm.sessions.batched import fuse
+from farandole.comm.sessions.units import fuse
 from farandole.core.step_model.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays
 from farandole.core.vocabulary.errors import PlanError

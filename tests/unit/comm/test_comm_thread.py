@@ -15,9 +15,8 @@ import torch
 from farandole.comm.messages.message import Message
 from farandole.comm.transport.comm_thread import BucketWork, CommThread
 from farandole.comm.transport.connection import Connection
-from farandole.comm.transport.peers import Peers
 from farandole.comm.transport.rank_group import RankGroup
-from farandole.comm.transport.transport import Transport
+from farandole.comm.transport.transport import Peers, Transport
 from farandole.comm.world.world import World
 
 WAIT_SECONDS = 20.0

@@ -16,7 +16,7 @@ from farandole.comm.gradients.parameters import (
     require_dense_parameters,
 )
 from farandole.comm.reducer.options import ReducerOptions
-from farandole.comm.reducer.single_gradient import SingleGradientGuard
+from farandole.comm.reducer.parts import SingleGradientGuard
 from farandole.core.vocabulary.errors import ConfigError
 
 

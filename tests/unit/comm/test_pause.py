@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from farandole.comm.autotune.pause import LEAST_PAUSE_SECONDS, SHARE, Pause
+from farandole.comm.autotune.autotuner import LEAST_PAUSE_SECONDS, SHARE, Pause
 
 STEP_SECONDS = 0.004
 

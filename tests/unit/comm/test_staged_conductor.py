@@ -15,9 +15,9 @@ import torch
 from farandole.comm.messages.message import Message
 from farandole.comm.transport import staged_conductor
 from farandole.comm.transport.comm_thread import SegmentWork
-from farandole.comm.transport.peers import Peers
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.staged_conductor import StagedConductor, StagedTransport
+from farandole.comm.transport.transport import Peers
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import PeerLost, Stalled
 from tests.unit.comm.test_comm_thread import WORLD

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.comm.world.session import Session
-from farandole.comm.world.step_counter import StepCounter
+from farandole.comm.world.session import Session, StepCounter
 
 
 class Optimizer:

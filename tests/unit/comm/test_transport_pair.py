@@ -16,9 +16,8 @@ import torch
 from farandole.comm.messages.message import Message, Reduction
 from farandole.comm.transport import comm_thread
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
-from farandole.comm.transport.peers import Peers
 from farandole.comm.transport.rank_group import PieceExchange, RankGroup
-from farandole.comm.transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
+from farandole.comm.transport.transport import LEAST_LIMIT_BYTES, Peers, Transport, limit_for
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import Mismatch, PeerLost, Stalled
 from tests.unit.comm.test_comm_thread import WORLD, in_thread

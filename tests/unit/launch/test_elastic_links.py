@@ -11,8 +11,7 @@ import pytest
 
 from farandole.launch.elastic.links import LinkFaults
 from farandole.train.elastic import elastic_worker
-from farandole.train.elastic.elastic_worker import ElasticWorker
-from farandole.train.elastic.reach import MOST_CALLS, unreachable
+from farandole.train.elastic.elastic_worker import MOST_CALLS, ElasticWorker, unreachable
 from tests.unit.launch.test_elastic_roster import Job
 
 ORDER = {"a": (0, 0), "b": (0, 1), "c": (0, 2)}

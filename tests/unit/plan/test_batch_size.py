@@ -7,9 +7,8 @@ import json
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.batch_size.advice import BatchQuestion, advise
+from farandole.plan.batch_size.advice import BatchQuestion, advise, hiding_batch
 from farandole.plan.batch_size.critical import relative_samples, relative_steps
-from farandole.plan.batch_size.hiding import hiding_batch
 from farandole.plan.batch_size.step_times import StepTime, StepTimes
 from farandole.plan.batch_size.text import to_text
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from farandole.core.vocabulary.sync_spec import SyncSpec
-from farandole.sync.outer_step import outer_step
+from farandole.sync.meetings import outer_step
 
 
 @pytest.mark.parametrize("text", ["local", "diloco", "diloco:nesterov=false", "local:outer_lr=0.3,momentum=0.5"])

@@ -20,9 +20,8 @@ import farandole as fd
 from farandole.core.failures.positions import Position
 from farandole.core.vocabulary.spec import Plan
 from farandole.train.stall.call_stack import Stack, find_operation, find_pause, find_place, read_stack
-from farandole.train.stall.pace import FIRST_STEPS, Pace
 from farandole.train.stall.sampler import STILL_SAMPLES, Sampler
-from farandole.train.stall.watcher import StallWatcher
+from farandole.train.stall.watcher import FIRST_STEPS, Pace, StallWatcher
 
 DEFAULT = Plan().stall_seconds
 

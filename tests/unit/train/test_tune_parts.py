@@ -25,7 +25,7 @@ from farandole.train.data.worker_cores import LEAST_BATCHES, WorkerTrials
 from farandole.train.tune.block import StepBlock
 from farandole.train.tune.decision import TuneDecision, TuneLimits
 from farandole.train.tune.history import TuneHistory
-from farandole.train.tune.memory_alarm import _judge
+from farandole.train.tune.online import _judge
 from farandole.train.tune.outcome import TuningRecord
 from farandole.train.tune.predicted import layout_of, predicted_seconds, rank_by_prediction
 from farandole.train.tune.search import PatternSearch, bucket_grid

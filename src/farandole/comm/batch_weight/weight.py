@@ -10,6 +10,9 @@ a message, because every rank computes the same division of the data. Which batc
 them: it gives its count with `fd.weight`, the ranks add up their counts, and the factor that comes of it stands in
 for that of the samples until the next call. A placeholder counts for nothing whatever its tokens. The loop must
 give a count for each step: gradients that would go by the count of an earlier step are refused.
+
+Ranks that shuffle by different epochs lose and repeat samples, and nothing else shows it. A loop that goes back
+and forth between loaders within their epochs may do so differently on each rank, and is not compared.
 """
 
 from __future__ import annotations
@@ -21,9 +24,63 @@ from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from .drawn_batches import Ask, DrawnBatches, Origin
-from .epoch_in_use import EpochInUse
 from .listeners import Listeners
-from .samples_in_use import SamplesInUse
+
+
+# Which epoch the samples of a batch are of: compared between the ranks at each exchange of gradients.
+class EpochInUse:
+    """The epoch of the batch that was handed out last, in the thread that trains."""
+
+    def __init__(self) -> None:
+        self._current: Origin | None = None
+        self._left_open: set[Origin] = set()
+        """Loops that another one came between before they ended."""
+        self._is_mixed = False
+        self.number = 0
+        """What must be equal on all ranks; 0 where there is nothing to compare."""
+
+    def hand_out(self, origin: Origin) -> None:
+        """A batch of `origin` is used next."""
+        if origin == self._current:
+            return
+        if self._current is not None:
+            self._left_open.add(self._current)
+        self._is_mixed = self._is_mixed or origin in self._left_open
+        self._current = origin
+        self.number = 0 if self._is_mixed else origin.order
+
+    def loop_ends(self, origin: Origin) -> None:
+        """No more batches come from `origin`."""
+        self._left_open.discard(origin)
+        if self._current == origin:
+            self._current = None
+            self.number = 0
+
+
+# How many samples of this rank a backward pass is of, where a loader of `fd.shard` knows.
+class SamplesInUse:
+    """The samples of the batch that was handed out last."""
+
+    def __init__(self) -> None:
+        self._by_loader: dict[int, int] = {}
+        """Batches that were handed out and that no backward pass has followed."""
+        self._known: int | None = None
+
+    def hand_out(self, loader: int, samples: int) -> None:
+        """A loader, by its number, hands out a batch of so many samples of this rank; 0 for a placeholder."""
+        self._by_loader[loader] = samples
+
+    def of_pass(self) -> int | None:
+        """Return the samples of the backward pass that begins; None: not known.
+
+        Several passes may use one batch. Batches of two loaders in one pass are not added up: what its loss is
+        a mean over is not known.
+        """
+        if self._by_loader:
+            several = [*self._by_loader.values()]
+            self._known = several[0] if len(several) == 1 else None
+            self._by_loader.clear()
+        return self._known
 
 
 @dataclass

@@ -8,34 +8,159 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.vocabulary.codec_spec import EXACT, CodecSpec
+from ...core.step_model import bucket_plan as core_plan
+from ...core.step_model.row_regions import sum_regions
+from ...core.vocabulary.codec_spec import AUTO, EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
 from ..autotune.probe_request import ProbeRequest
-from ..codecs.eligibility import refuse_impossible
-from ..codecs.registry import CodecInstance
+from ..codecs.eligibility import carrier_of, choose_codec, refuse_impossible, why_useless
+from ..codecs.registry import CodecInstance, make_codec, require_packer
 from ..gradients.parameters import Layout, ParameterTable
+from ..gradients.row_blocks import RowBlocks
 from ..host_memory.shared_tensor import Unavailable
 from ..routes.route import Route
+from ..rows.row_exchange import RowExchange
 from ..sessions import saved_state
 from ..sessions.units import CodedFlat
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
 from .bucket import Bucket
-from .bucket_plan import ParamInfo, plan_buckets
 from .carry_over import CarryOver
-from .chosen_codecs import ChosenCodecs
 from .coded_bucket import CodedBucket
 from .coded_shard_bucket import CodedShardBucket
 from .dense_bucket import DenseBucket
 from .device_coded_bucket import DeviceCodedBucket
-from .shard_maker import ShardMaker
 from .sharded_bucket import ShardedBucket, WholeBucket
 from .sparse_bucket import SparseBucket
+from .step_marks import MARKS
+
+
+# Which gradients share a bucket: pure, on sizes, types and devices.
+@dataclass(frozen=True)
+class ParamInfo:
+    """What the plan of the buckets needs to know of one parameter."""
+
+    index: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    sparse: bool = False
+    codec: CodecSpec = EXACT
+    is_sharded: bool = False
+    """Whether each rank gets its rows of the mean alone."""
+
+
+def plan_buckets(parameters: Sequence[ParamInfo], *, first_bytes: int, limit_bytes: int) -> list[list[ParamInfo]]:
+    """Divide `parameters`, given in the order in which gradients become ready, into buckets.
+
+    By core's rule, which the step model asks too. A bucket holds one dtype on one device for one codec; sparse
+    gradients are alone.
+    """
+    return core_plan.plan_buckets(
+        parameters,
+        key=lambda info: None if info.sparse else (info.dtype, info.device, info.codec.to_text(), info.is_sharded),
+        first_bytes=first_bytes,
+        limit_bytes=limit_bytes,
+    )
+
+
+# Makes the buckets of shards of one reducer, with what they exchange rows by.
+class ShardMaker:
+    """See the module. To be called by all ranks alike."""
+
+    def __init__(self, world: World, mesh: DeviceMesh, *, stage: int) -> None:
+        """`mesh`: of all ranks, to which the rows of gradients are divided. `stage`: of ZeRO, 1 or 2."""
+        self._world, self._mesh, self._stage = world, mesh, stage
+        self._rows: RowExchange | None = None
+
+    def prepare(self, planned: Sequence[Sequence[ParamInfo]], table: ParameterTable, route: Route) -> None:
+        """Have memory for the largest of the planned buckets; raise `ConfigError` for a sparse gradient."""
+        largest = 0
+        for together in planned:
+            if together[0].sparse:
+                raise ConfigError(
+                    f"the gradient of {table.names[together[0].index]!r} is sparse, and cannot be sharded",
+                    remedy="make its module with sparse=False, or set zero = 0",
+                )
+            if together[0].is_sharded:
+                parameters = [table.parameters[info.index] for info in together]
+                multiple = 1 if together[0].codec.is_exact else require_packer(together[0].codec).block
+                tail = len(parameters) + MARKS
+                blocks = RowBlocks(parameters, range(self._world.size), tail=tail, multiple=multiple)
+                largest = max(largest, blocks.elements * parameters[0].itemsize)
+        if largest > (0 if self._rows is None else self._rows.region_bytes):
+            regions, largest = (1, 1) if self._stage == 1 else (sum_regions(largest), largest)
+            self._rows = RowExchange(self._world, route, region_bytes=largest, regions=regions)
+
+    def make(
+        self,
+        members: list[int],
+        parameters: Sequence[torch.nn.Parameter],
+        layouts: Sequence[Layout],
+        route: Route,
+        codec: CodecSpec,
+    ) -> ShardedBucket | WholeBucket:
+        """Return a bucket that was planned in `prepare`. Inside one host nothing is packed."""
+        if not parameters[0].dim():
+            memory = route.memory if route.route == "shared" else None  # which is of one host alone
+            whole = WholeBucket(members, parameters, layouts, self._world.size, memory=memory)
+            whole.gradients.mesh = self._mesh
+            return whole
+        assert self._rows is not None, "prepared before"
+        keeps_region = self._stage == 1
+        if codec.is_exact or self._rows.hosts == 1:
+            return ShardedBucket(members, parameters, self._rows, self._mesh, keeps_region=keeps_region)
+        return CodedShardBucket(
+            members, parameters, self._rows, self._mesh, keeps_region=keeps_region, codec=codec
+        )
+
+
+# Which codec each parameter has: chosen by the plan, changed between two steps.
+class ChosenCodecs:
+    """The codecs of one reducer's parameters. Raises `PlanError` for a codec that a parameter cannot have."""
+
+    def __init__(self, table: ParameterTable, plan: Plan) -> None:
+        self.by_name = {name: choose_codec(name, parameter, plan) for name, parameter in table.named}
+        self.why_useless = why_useless(plan, self.by_name)
+        """Empty when the plan's codec is of use."""
+        self._is_auto = plan.codec == AUTO
+        self._instances: dict[str, CodecInstance] = {}
+        self._default: CodecInstance | None = None
+        """Carries gradients without a codec; None: the backend's all-reduce does."""
+        self._make(self.by_name)
+
+    def _make(self, specs: Mapping[str, CodecSpec]) -> None:
+        texts = {spec.to_text(): spec for spec in specs.values() if not spec.is_exact}
+        self._instances.update((text, make_codec(spec)) for text, spec in texts.items())
+
+    @property
+    def needs_messages(self) -> bool:
+        """Whether some parameter has a codec, or may get one."""
+        return self._is_auto or bool(self._instances)
+
+    @property
+    def requested(self) -> list[str]:
+        """The codecs that some parameter has, or may get, for error messages."""
+        return [AUTO] if self._is_auto else list(self._instances)
+
+    def set_default_codec(self, route: Route, *, always: bool) -> None:
+        """Decide what carries gradients without a codec: messages, where `always` or the route says so."""
+        self._default = make_codec(EXACT) if always else carrier_of(route.route)
+
+    def update(self, changed: Mapping[str, CodecSpec]) -> None:
+        """Let the named parameters have other codecs."""
+        self._make(changed)
+        self.by_name.update(changed)
+
+    def instance(self, spec: CodecSpec) -> CodecInstance | None:
+        """Return the codec of `spec`; None where the backend's all-reduce carries the gradients."""
+        return self._default if spec.is_exact else self._instances[spec.to_text()]
 
 
 class BucketSet:

@@ -7,6 +7,8 @@ its turn came, its waits and its rounds; work of the backend only when it was do
 many calls of autograd as the graph has places that feed parameters. How many these are may differ from rank to
 rank: a micro-batch of one sample has another graph. Reducers compare the number of passes with other ranks, and
 from ZeRO stage 2 on exchange after each one, so all calls for one micro-batch are one pass.
+
+See [Note: no wait for a device] in `device.streams`.
 """
 
 from __future__ import annotations
@@ -24,18 +26,65 @@ from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
 from ...core.vocabulary.rank_lists import name_ranks
 from ..autotune.on_device import DeviceMeasures
-from ..buckets.bucket import Bucket, Waitable
+from ..buckets.bucket import Bucket, LateSteps, Waitable
 from ..buckets.bucket_set import BucketSet
 from ..collectives.backend import start_all_reduce
+from ..device.streams import Streams
 from ..transport.comm_thread import BucketWork
 from ..transport.staged_conductor import StagedWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .device_exchanges import DeviceExchanges
 from .noise_sums import NoiseSums
 from .open_route import OpenRoute
 from .options import ExtraTensors
+
+
+# What exchanges of gradients on a device need beside their buckets: streams of a pass, and steps compared
+# late.
+class DeviceExchanges:
+    """One reducer's."""
+
+    def __init__(self) -> None:
+        self._streams: Streams | None = None
+        self._seen: list[Any] = []
+        """Streams that hooks of this pass have run on."""
+        self._late: tuple[LateSteps, list[int], int] | None = None
+        """What the ranks said in the last exchange; this rank's steps, passes and epoch in it; its number."""
+
+    def begin(self, streams: Streams) -> None:
+        """Begin an exchange whose codecs run on `streams`."""
+        self._streams, self._seen = streams, []
+
+    def note_stream(self) -> None:
+        """Note the stream that a hook runs on: gradients that are ready there are waited for."""
+        if self._streams is not None and (current := self._streams.current) not in self._seen:
+            self._seen.append(current)
+
+    def join_streams(self) -> None:
+        """Let this stream wait for the others that gradients were made on."""
+        if self._streams is None:
+            return
+        current = self._streams.current
+        for stream in self._seen:
+            if stream != current:
+                with self._streams.on(stream):
+                    ready = self._streams.record()
+                self._streams.wait(ready)
+
+    def keep(self, late: LateSteps, own: list[int], exchange: int) -> None:
+        """Keep what says whether an exchange was of different steps until it is asked for."""
+        self._late = (late, own, exchange)
+
+    def different_steps(self) -> tuple[list[int], int] | None:
+        """Return this rank's figures and the number of the exchange that is kept, if it was of different steps."""
+        late, self._late = self._late, None
+        return None if late is None or not late[0].differ else late[1:]
+
+    def is_known_to_differ(self) -> bool:
+        """Return whether the last exchange was of different steps; False where that is not known yet."""
+        return self._late is not None and self._late[0].has_arrived and self._late[0].differ
+
 
 _PASS, _EPOCH = 5, 7
 """What one more pass, and one more epoch, add to the step number that is compared: another number than any number

@@ -11,11 +11,15 @@ its gradients where they are; new buckets take them from there.
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ...comm.device.accelerator import memory_of
 from ...comm.world.store_sync import decide_on_first
 from ...comm.world.world import World
 from ...core.environ.job_plan import resolve_plan
@@ -23,15 +27,54 @@ from ...core.environ.tune_settings import TuneSettings
 from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.units import format_seconds
+from ...core.vocabulary.units import format_bytes, format_seconds
+from ...launch.doctor.facts.machine import read_memory
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
 from .block import slowest
 from .decision import BlockOrder, TuneLimits
-from .memory_alarm import has_room, memory_alarm
 from .outcome import TuningRecord, total_gain
 from .start import begin_decision
 from .switching import ExchangeSwitch, why_not
+
+# Whether memory is about to run out on this rank, so that nothing that takes more may stay.
+LEAST_SHARE = 0.03
+"""Share of the memory, the host's or the accelerator's, that must stay available."""
+
+
+def memory_alarm(device: torch.device) -> str:
+    """Return what is wrong; empty where nothing is, or nothing is known."""
+    memory = memory_of(device)
+    if memory is not None:
+        unused = memory.reserved - memory.allocated
+        return _judge(memory.free + unused, memory.total, f"the memory of {device}")
+    found = read_memory()
+    available, total_bytes = found["memory_available_bytes"], found["memory_bytes"]
+    if available is None or total_bytes is None:
+        return ""
+    return _judge(available, total_bytes, "the memory of the host")
+
+
+def has_room(device: torch.device, sharers: int) -> bool:
+    """Return whether this process could hold twice what it holds. `sharers`: ranks with the same host memory."""
+    memory = memory_of(device)
+    if memory is not None:
+        return memory.free >= memory.reserved
+    available = read_memory()["memory_available_bytes"]
+    return available is not None and available >= sharers * _held_bytes()
+
+
+def _held_bytes() -> int:
+    """Return the memory of this process, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def _judge(available_bytes: int, total_bytes: int, what: str) -> str:
+    if available_bytes >= LEAST_SHARE * total_bytes:
+        return ""
+    return f"{what} is nearly used up ({format_bytes(available_bytes)} of {format_bytes(total_bytes)} left)"
+
 
 _WARM_STEPS = 3
 """The first steps of a run make buckets, optimizer states and caches."""

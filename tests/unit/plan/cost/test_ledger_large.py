@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import farandole as fd
-from farandole.comm.buckets.bucket_plan import ParamInfo, plan_buckets
+from farandole.comm.buckets.bucket_set import ParamInfo, plan_buckets
 from farandole.comm.buckets.dense_bucket import DenseBucket
 from farandole.comm.buckets.step_marks import MARKS
 from farandole.comm.gradients.parameters import layout_of

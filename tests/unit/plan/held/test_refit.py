@@ -10,8 +10,7 @@ from farandole.core.cluster.cluster import OPERATIONS, Cluster, CollectiveCost, 
 from farandole.core.cluster.coefficient import Coefficient
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.held.figures import figures_below, with_figures
-from farandole.plan.held.least_squares import non_negative_least_squares
-from farandole.plan.held.refit import Observation, note_runs, refit
+from farandole.plan.held.refit import Observation, non_negative_least_squares, note_runs, refit
 
 ALL_REDUCE = "tiers.0.collectives.all_reduce"
 

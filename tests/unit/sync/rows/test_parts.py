@@ -12,8 +12,8 @@ import torch
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
 from farandole.sync.rows.hashing import key_of, owners
 from farandole.sync.rows.id_text import pack_ids, unpack_ids
-from farandole.sync.rows.index import IdIndex
 from farandole.sync.rows.service import RowService
+from farandole.sync.rows.store import IdIndex
 from farandole.sync.rows.tables import SERVICE, TablesService
 from farandole.sync.server.host import ServiceHost
 from farandole.sync.server.message import ServerMessage

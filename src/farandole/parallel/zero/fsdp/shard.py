@@ -11,21 +11,33 @@ model, and so is one without a forward pass of its own: a unit is gathered when 
 there exchanges are asynchronous instead, and the next block, in the order of the model, is asked for when one
 begins. One that does not run after all is forgotten at the end of the forward pass, or it would run with old
 parameters.
+
+FSDP2 hangs the gathering for backward on a unit's outputs. An operation in place on a view would take its hook off
+without a word, and backward would run without parameters; FSDP2 warns of that in every pass. Here its hook gets a
+tensor that is no view, and the user a view of it, which autograd does not let anyone change in place. Nothing is
+copied.
+
+All ranks are one dimension. With ``shard_within = "host"`` there are two: hosts, which hold copies of each other
+(HSDP), and the ranks of a host, which hold shards.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .... import backend as _registered
 from ....comm.codecs.registry import packer_of
 from ....comm.world.world import World
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
@@ -38,11 +50,138 @@ from ...optim.bf16_parameters import narrowable
 from ...split import carry_marks
 from .checks import refuse_mixed_types, refuse_unshardable
 from .comm_coded import CodedAllGather, CodedReduceScatter
-from .frozen_parts import stored_parts_shown
-from .mesh import make_mesh
 from .optimizers import StepOneByOne, move_to_shards, refuse_by_trial, support_fused
 from .passes import ShardedModel
-from .view_outputs import protect_views
+
+# The mesh of ranks that stage 3 shards over: our process groups as a `DeviceMesh` of torch.
+HOSTS, RANKS = "hosts", "ranks"
+"""Names of the dimensions, before those of their groups."""
+
+
+class _Meshes(dict[str, DeviceMesh]):
+    """The meshes of one world, by what they shard within: tensors of several models meet in one norm."""
+
+
+def make_mesh(here: World, plan: Plan, device_type: str, copies: int = 1) -> DeviceMesh:
+    """Return the mesh that parameters are sharded over; to be called by all ranks.
+
+    `copies`: sharded over as many runs of ranks, each of which has all parameters; 1: as ``shard_within`` says.
+
+    CPU tensors travel by our own backend, those of an accelerator by the world's.
+
+    Raises:
+        PlanError: with ``shard_within = "host"`` where each host has one rank, so that nothing would be sharded.
+    """
+    meshes = here.session.keep(_Meshes, _Meshes)
+    key = f"{plan.shard_within} {copies} {device_type} {plan.timeout_seconds}"
+    if key not in meshes:
+        meshes[key] = _make_mesh(here, plan, device_type, copies)
+    return meshes[key]
+
+
+def _make_mesh(here: World, plan: Plan, device_type: str, copies: int) -> DeviceMesh:
+    """See `make_mesh`.
+
+    torch keeps layouts by equal meshes, also of a world that is over, and looks groups up by name. So the name of
+    the group is part of the mesh.
+    """
+    _registered.register()
+    name = "farandole" if device_type == "cpu" else None
+    if copies == 1 and (plan.shard_within == "world" or here.node_count == 1):
+        group = here.new_group(timeout_seconds=plan.timeout_seconds, backend=name)
+        assert group is not None, "several ranks have a group"
+        return DeviceMesh.from_group(group, device_type, mesh_dim_names=(_named(RANKS, group),))
+    if copies == 1 and here.local_size == 1:
+        raise PlanError(
+            f'plan: shard_within = "host", but each of the {here.node_count} hosts has one rank, so every rank '
+            "would hold all parameters",
+            remedy='set shard_within = "world"',
+        )
+    width = here.local_size if copies == 1 else here.size // copies
+    cross, node = here.new_host_groups(width, timeout_seconds=plan.timeout_seconds, backend=name)
+    ranks = torch.tensor(here.job_ranks, dtype=torch.int).view(-1, width)
+    names = (_named(HOSTS, cross), _named(RANKS, node))
+    return DeviceMesh.from_group([cross, node], device_type, mesh=ranks, mesh_dim_names=names)
+
+
+def _named(dimension: str, group: dist.ProcessGroup) -> str:
+    return f"{dimension}_{group.group_name}"
+
+
+# Outputs of units that are views, as that of `nn.Linear` for three dimensions is: no operation in place on
+# them.
+def protect_views(unit: nn.Module) -> None:
+    """Let views that `unit`, which went through `fully_shard`, returns refuse operations in place."""
+    unit.register_forward_hook(_before_hook, prepend=True)
+    unit.register_forward_hook(_after_hook)
+
+
+class _Alias(torch.autograd.Function):
+    """The same numbers in the same memory, with the same version counter, as a tensor that is no view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return grad_outputs[0]
+
+
+class _Guarded(torch.autograd.Function):
+    """Its input: a view, for autograd, that is not to be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        return grad_outputs[0]
+
+
+def _before_hook(unit: nn.Module, arguments: Any, output: Any) -> Any:
+    return _changed(output, lambda tensor: tensor._base is not None, _Alias)
+
+
+def _after_hook(unit: nn.Module, arguments: Any, output: Any) -> Any:
+    backward: Any = _Alias
+    return _changed(output, lambda tensor: isinstance(tensor.grad_fn, backward._backward_cls), _Guarded)
+
+
+def _changed(output: Any, is_meant: Any, function: Any) -> Any:
+    """Return `output` with `function` on the tensors that are meant; None, so as it is, where there is none."""
+    leaves, form = tree_flatten(output)
+    meant = [isinstance(each, torch.Tensor) and each.requires_grad and is_meant(each) for each in leaves]
+    if not torch.is_grad_enabled() or not any(meant):
+        return None
+    pairs = zip(leaves, meant, strict=True)
+    return tree_unflatten([function.apply(each) if chosen else each for each, chosen in pairs], form)
+
+
+# What frozen weights store, for FSDP2: parameters of modules that are in the model while it is sharded.
+_NAME = "_farandole_stored_"
+
+
+@contextmanager
+def stored_parts_shown(model: nn.Module) -> Iterator[None]:
+    """Let `fully_shard` see the stored tensors of frozen weights as parameters of the layers that have them.
+
+    The names of the model are the old ones afterwards. See [Note: parts in shards] in `parallel.frozen`.
+    """
+    shown: list[tuple[nn.Module, str]] = []
+    seen: set[int] = set()
+    for module in list(model.modules()):
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if isinstance(weight, FrozenWeight) and id(weight) not in seen:
+                seen.add(id(weight))
+                module.add_module(_NAME + name, weight.to_module())
+                shown.append((module, _NAME + name))
+    try:
+        yield
+    finally:
+        for module, name in shown:
+            del module._modules[name]
 
 
 def check_shardable(
