@@ -11,19 +11,10 @@ from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
 from ...ssh.link.frames import Message
-from ..facts.facts import (
-    ClusterFacts,
-    HostClock,
-    HostFacts,
-    KernelRoute,
-    LinkFacts,
-    Unreachable,
-    read_host_facts,
-)
-from ..facts.name_lookup import look_up
+from ..facts.facts import ClusterFacts, HostFacts, KernelRoute, LinkFacts, Unreachable, read_host_facts
+from ..facts.this_host import look_up
 from .channel import HostChannel, ProbeLost, Target, ask_all
 from .link_probe import TOKEN_BYTES
-from .schedule import pair_rounds
 
 START_SECONDS = 20.0
 ANSWER_SECONDS = 10.0
@@ -54,6 +45,21 @@ def examine(targets: Sequence[Target], say: Say = lambda line: None) -> ClusterF
         examination.ask_clocks()
         examination.link()
         return examination.facts()
+
+
+def pair_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return rounds of pairs: every pair of hosts once, and no host in two pairs at a time.
+
+    >>> pair_rounds(["a", "b", "c"])
+    [[('b', 'c')], [('a', 'c')], [('a', 'b')]]
+    """
+    seats = list(range(len(names) + len(names) % 2))
+    rounds = []
+    for _ in seats[1:]:  # one seat stays, the others move on around the table
+        pairs = zip(seats, reversed(seats), strict=True)
+        rounds.append([(names[one], names[other]) for one, other in pairs if one < other < len(names)])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [each for each in rounds if each]
 
 
 @dataclass
@@ -151,9 +157,10 @@ class _Examination:
                 if answer:
                     offset = answer["seconds"] - before - taken / 2
                     best[name] = min(best.get(name, (1e9, 0.0)), (taken, offset))
-        for name, (taken, offset) in best.items():
-            if name in self._hosts:
-                self._hosts[name] = replace(self._hosts[name], clock=HostClock(offset, taken / 2))
+        for name in best.keys() & self._hosts.keys():
+            taken, offset = best[name]
+            host = self._hosts[name]
+            self._hosts[name] = replace(host, clock_offset_seconds=offset, clock_error_seconds=taken / 2)
 
     # -- links -----------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class Listener:
 
 
 def call(address: str, port: int, token: bytes, seconds: float | None) -> dict[str, Any]:
-    """Call a `Listener`; return what was found, for `facts.read_link`.
+    """Call a `Listener`; return what was found, as fields of `LinkFacts`.
 
     `seconds` for a transfer each way; None: only see whether a call gets through. Never raises `OSError`.
     """
