@@ -193,8 +193,8 @@ def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "question", [{"type": "what"}, {"type": "call"}, {"type": "listen", "address": "127.0.0.1", "token": "00"},
-                 {"type": "listen", "address": "256.0.0.1", "token": "00" * 16}, {"type": "routes", "peers": 3}],
+    "question", [{"type": "what"}, {"type": "call"}, {"type": "listen", "address": "127.0.0.1", "token": "0"},
+                 {"type": "listen", "address": "256.0.0.1", "token": "00" * 16}, {"type": "peers", "peers": 3}],
 )  # fmt: skip
 def test_a_question_that_makes_no_sense_is_answered(question: dict[str, object]) -> None:
     assert Answers().to(question)["type"] == "failed"

@@ -29,7 +29,7 @@ def check_torch(facts: ClusterFacts) -> Findings:
                 f"{host.pip_install} torch",
                 host=host.name,
             )
-    yield from compare(
+    yield from _compare(
         facts.hosts, "torch", lambda host: host.torch,
         severity="problem",
         why="ranks with different torch refuse each other: collectives of two versions need not fit",
@@ -39,7 +39,7 @@ def check_torch(facts: ClusterFacts) -> Findings:
 
 def check_python(facts: ClusterFacts) -> Findings:
     """The same minor version of Python: pickled objects and compiled files differ otherwise."""
-    return compare(
+    return _compare(
         facts.hosts, "Python", lambda host: ".".join(host.python.split(".")[:2]),
         severity="warning",
         why="pickled objects (samples, optimizer states) of one may not be read by the other",
@@ -49,7 +49,7 @@ def check_python(facts: ClusterFacts) -> Findings:
 
 def check_working_directory(facts: ClusterFacts) -> Findings:
     """The same commit of the working directory."""
-    return compare(
+    return _compare(
         facts.hosts, "the working directory", lambda host: _short(host.commit),
         severity="warning",
         why="the ranks would run different scripts",
@@ -62,7 +62,7 @@ def _short(commit: str) -> str:
     return commit[:10] + ("+" if commit.endswith("+") and len(commit) > 10 else "")
 
 
-def compare(
+def _compare(
     hosts: Sequence[HostFacts],
     what: str,
     value_of: Callable[[HostFacts], str],

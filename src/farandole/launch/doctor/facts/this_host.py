@@ -103,16 +103,11 @@ def _kinds_of_links() -> dict[str, str]:
 
 def read_routes(peers: Mapping[str, str]) -> dict[str, dict[str, str]]:
     """Return by which address and interface each peer, a name and an address, is reached."""
-    found = {}
+    found = {name: {"peer_address": address} for name, address in peers.items()}
     for name, address in peers.items():
-        own = None
         with suppress(LaunchError, OSError, ValueError):
             own = towards([address])
-        found[name] = {
-            "peer_address": address,
-            "own_address": own.address if own is not None else "",
-            "interface": own.interface if own is not None else "",
-        }
+            found[name] |= {"own_address": own.address, "interface": own.interface}
     return found
 
 

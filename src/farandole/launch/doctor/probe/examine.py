@@ -40,8 +40,7 @@ def examine(targets: Sequence[Target], say: Say = lambda line: None) -> ClusterF
         examination.ask_facts()
         if len(targets) > 1:
             examination.ask_addresses()
-            examination.ask_routes()
-        examination.ask_names()
+        examination.ask_peers()
         examination.ask_clocks()
         examination.link()
         return examination.facts()
@@ -105,11 +104,10 @@ class _Examination:
         """
         known = next((host.address for host in self._hosts.values() if host.address not in _LOOPBACKS), "")
         if known:
-            question = {"type": "routes", "peers": {"first": known}}
-            for name, answer in self._ask(
-                dict.fromkeys(self._without_address(), question), ANSWER_SECONDS
-            ).items():
-                self._know(name, answer["routes"]["first"]["own_address"])
+            question = {"type": "peers", "peers": {"first": known}, "names": []}
+            questions = dict.fromkeys(self._without_address(), question)
+            for name, answer in self._ask(questions, ANSWER_SECONDS).items():
+                self._know(name, answer["routes"]["first"].get("own_address", ""))
         for name, answers in look_up(self._without_address()).items():
             self._know(name, next(iter(answers or ()), ""))
         for name in self._without_address():
@@ -123,29 +121,20 @@ class _Examination:
         if address not in _LOOPBACKS:
             self._hosts[name] = replace(self._hosts[name], address=address)
 
-    def _learn(self, name: str, **facts: Any) -> None:
-        host = self._hosts[name]
-        self._hosts[name] = replace(host, network=replace(host.network, **facts))
-
-    def ask_routes(self) -> None:
-        questions = {}
+    def ask_peers(self) -> None:
+        """Ask each host how it reaches the others, and what their names and its own mean there."""
+        questions: dict[str, Message] = {}
+        names = {each for host in self._hosts.values() for each in (host.name, host.hostname)} - {"", "localhost"}
         for name in self.channels:
-            peers = {other.name: other.address for other in self._hosts.values() if other.name != name}
-            questions[name] = {"type": "routes", "peers": {key: value for key, value in peers.items() if value}}
+            peers = {
+                each.name: each.address for each in self._hosts.values() if each.name != name and each.address
+            }
+            questions[name] = {"type": "peers", "peers": peers, "names": sorted(names)}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
             routes = {peer: KernelRoute(**route) for peer, route in answer["routes"].items()}
-            self._learn(name, routes=routes)
-
-    def ask_names(self) -> None:
-        questions = {}
-        for name in self.channels:
-            names = {each for host in self._hosts.values() for each in (host.name, host.hostname) if each}
-            names -= {"localhost"}
-            own = {each for each in (name, self._hosts[name].hostname) if each}
-            questions[name] = {"type": "names", "names": sorted(names if len(self._order) > 1 else own)}
-        for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            addresses = {key: None if found is None else tuple(found) for key, found in answer["resolved"].items()}
-            self._learn(name, resolved=addresses)
+            resolved = {key: None if found is None else tuple(found) for key, found in answer["resolved"].items()}
+            host = self._hosts[name]
+            self._hosts[name] = replace(host, network=replace(host.network, routes=routes, resolved=resolved))
 
     def ask_clocks(self) -> None:
         best: dict[str, tuple[float, float]] = {}
