@@ -56,7 +56,7 @@ def host(number: int, **changes: Any) -> HostFacts:
         "cores": 16,
         "congestion_control": "cubic",
         "gpus": (Gpu("H100", 80 * 10**9, 10**9, "570.1"),),
-        "gpu_source": "nvidia-ml-py",
+        "gpu_source": "nvidia-smi",
         "clock_offset_seconds": 0.01,
         "clock_error_seconds": 0.001,
     }

@@ -1,8 +1,7 @@
-"""Memory, limits, cores and GPUs of this host, as the kernel, its control group and the GPUs' library say."""
+"""Memory, limits, cores and GPUs of this host, as the kernel, its control group and the GPUs' driver say."""
 
 from __future__ import annotations
 
-import importlib
 import resource
 import shutil
 import subprocess
@@ -15,7 +14,8 @@ from ...job.cores import available_cores
 from .facts import Gpu
 
 _CGROUP = Path("/sys/fs/cgroup")
-_GPU_SECONDS = 6.0
+_GPU_SECONDS = 12.0
+"""A driver that no program keeps loaded takes seconds for each GPU."""
 _MORE_PATH = "/usr/sbin:/sbin"
 """Where programs for the network are; not on the PATH of every user."""
 
@@ -88,44 +88,12 @@ def _core_quota(cgroup: Path) -> float | None:
 
 
 def read_gpus() -> dict[str, Any]:
-    """Return the GPUs: by nvidia-ml-py where it is installed, else by nvidia-smi, else none."""
-    for source, read in (("nvidia-ml-py", _gpus_of_library), ("nvidia-smi", _gpus_of_command)):
-        found = read()
-        if found is not None:
-            return {"gpus": found, "gpu_source": source}
-    return {"gpus": (), "gpu_source": ""}
-
-
-def _gpus_of_library() -> tuple[Gpu, ...] | None:
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # not installed, or no driver: its errors are classes of its own
-        return None
-    try:
-        driver = _decoded(nvml.nvmlSystemGetDriverVersion())
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            name = _decoded(nvml.nvmlDeviceGetName(handle))
-            found.append(Gpu(name, memory.total, memory.used, driver))
-        return tuple(found)
-    except Exception:
-        return None
-    finally:
-        with suppress(Exception):
-            nvml.nvmlShutdown()
-
-
-def _decoded(text: str | bytes) -> str:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text
-
-
-def _gpus_of_command() -> tuple[Gpu, ...] | None:
+    """Return the GPUs that nvidia-smi, a part of the driver, tells of."""
     query = "--query-gpu=name,memory.total,memory.used,driver_version"
     text = ask_command("nvidia-smi", [query, "--format=csv,noheader,nounits"], _GPU_SECONDS)
-    return None if text is None else parse_nvidia_smi(text)
+    if text is None:
+        return {"gpus": (), "gpu_source": ""}
+    return {"gpus": parse_nvidia_smi(text), "gpu_source": "nvidia-smi"}
 
 
 def ask_command(name: str, words: Sequence[str], seconds: float) -> str | None:

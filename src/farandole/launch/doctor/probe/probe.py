@@ -33,7 +33,7 @@ LIMIT_SECONDS = 300
 def main() -> None:
     """Answer until the pipe ends."""
     signal.alarm(LIMIT_SECONDS)
-    if sys.flags.no_site:  # started over ssh: torch and the GPUs' library are found as a rank would find them
+    if sys.flags.no_site:  # started over ssh: torch and psutil are found as a rank would find them
         site.main()
     channel = pipe_of_this_process()
     answering = Answers()
