@@ -108,7 +108,7 @@ class HostFacts:
     torch: str = ""
     farandole: str = ""
     commit: str = ""
-    """Of its working directory, with a + if files of it were changed."""
+    """The commit of its working directory, with a + if files of it were changed."""
     network: HostNetwork = HostNetwork()
     resources: Resources = Resources()
     clock_offset_seconds: float | None = None

@@ -77,7 +77,7 @@ def read_interfaces() -> list[Interface]:
     found = []
     for _, name in socket.if_nameindex():
         state, kind = states.get(name), kinds.get(name)
-        is_card = state is not None and kind is not None and kind not in _NO_CARDS
+        card = None if kind is None or kind in _NO_CARDS else state
         found.append(
             Interface(
                 name,
@@ -85,8 +85,8 @@ def read_interfaces() -> list[Interface]:
                 is_up=state and state.isup,
                 is_virtual=kind == "bridge" or Address(name, "", "").is_virtual,
                 mtu_bytes=state and state.mtu,
-                speed_megabits=state.speed if is_card and state.speed not in _NO_SPEED else None,
-                duplex=duplexes.get(state.duplex, "") if is_card else "",
+                speed_megabits=card.speed if card and card.speed not in _NO_SPEED else None,
+                duplex=duplexes.get(card.duplex, "") if card else "",
             )
         )
     return found
