@@ -14,15 +14,12 @@ from farandole.launch.doctor.checks.links import weakest_link
 from farandole.launch.doctor.facts.facts import (
     ClusterFacts,
     Gpu,
-    HostClock,
     HostFacts,
     HostNetwork,
     Interface,
     KernelRoute,
     LinkFacts,
     Resources,
-    Software,
-    TensorFlowFacts,
     Unreachable,
     read_host_facts,
     to_answer,
@@ -58,24 +55,13 @@ def host(number: int, **changes: Any) -> HostFacts:
         "locked_memory_bytes": 8 * 2**20,
         "cores": 16,
         "congestion_control": "cubic",
-        "tensorflow": {"tensorflow": "2.21.0"},
-        "keras": "3.15.1",
-        "keras_backend": "tensorflow",
-        "cpp_compiler": "/usr/bin/c++",
         "gpus": (Gpu("H100", 80 * 10**9, 10**9, "570.1"),),
-        "gpu_source": "nvidia-ml-py",
-        "offset_seconds": 0.01,
-        "error_seconds": 0.001,
+        "gpu_source": "nvidia-smi",
+        "clock_offset_seconds": 0.01,
+        "clock_error_seconds": 0.001,
     }
     values |= changes
-    groups = {
-        "software": Software,
-        "tensorflow": TensorFlowFacts,
-        "network": HostNetwork,
-        "resources": Resources,
-        "clock": HostClock,
-    }
-    for group, kind in groups.items():
+    for group, kind in {"network": HostNetwork, "resources": Resources}.items():
         values[group] = kind(**{each.name: values.pop(each.name) for each in fields(kind) if each.name in values})
     return HostFacts(name, **values)
 
@@ -114,17 +100,12 @@ def routes(interface: str, own: str = "10.0.0.2") -> dict[str, KernelRoute]:
 
 
 RESOLVED = dict(host(2).network.resolved)
-BOTH = {"tensorflow": "2.21.0", "tensorflow-cpu": "2.20.0"}
 FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     # facts, what is said of them, a part of the fix, severity
     (replace(healthy(), unreachable=(Unreachable("node4", "no ssh server answers there", "start sshd"),)),
      "node4: no ssh server answers", "start sshd", "problem"),
     (replace(healthy(), unreachable=(Unreachable("node4", "it does not answer"),)),
      "node4: it does not answer", "ssh node4 true", "problem"),
-    (with_host(horovod_build="HOROVOD_WITH_PYTORCH"), "HOROVOD_WITH_PYTORCH is set on node2",
-     "farandole run --as-horovod -np 2 -- python train.py", "note"),
-    (with_host(horovod_script="mnist.py"), "mnist.py on node2 imports horovod, which is not installed",
-     "python mnist.py    (instead of pip install horovod)", "note"),
     (with_host(torch=""), "node2 has no torch", "pip install torch", "problem"),
     (with_host(torch="2.12.0+cu130"), "node2 has torch 2.12.0+cu130", "torch==2.13.0", "problem"),
     (with_host(python="3.12.1"), "node2 has Python 3.12", "python3.11", "warning"),
@@ -172,8 +153,8 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
      "warning"),
     (with_host(hostname="node1", resolved=RESOLVED), "node1 and node2 both call themselves node1",
      "hostnamectl set-hostname node1-2", "warning"),
-    (with_host(offset_seconds=-2.0), "the clock of node2 is 2 s behind", "set-ntp true", "warning"),
-    (with_host(offset_seconds=3600.0), "is 1:00:00 ahead", "set-ntp true", "problem"),
+    (with_host(clock_offset_seconds=-2.0), "the clock of node2 is 2 s behind", "set-ntp true", "warning"),
+    (with_host(clock_offset_seconds=3600.0), "is 1:00:00 ahead", "set-ntp true", "problem"),
     (with_host(memory_available_bytes=900_000_000), "900 MB of memory left", "--sort=-rss", "warning"),
     (with_host(memory_available_bytes=0), "0 B of memory left", "--sort=-rss", "problem"),
     (with_host(shared_memory_bytes=0), "node2 has no /dev/shm", "mount -t tmpfs", "problem"),
@@ -189,30 +170,6 @@ FAULTS: list[tuple[ClusterFacts, str, str, str]] = [
     (with_host(gpus=()), "hosts have different GPUs", "--include", "warning"),
     (with_host(gpus=(Gpu("H100", 80 * 10**9, 0, "550.0"),)), "different GPU drivers", "newest", "warning"),
     (with_host(congestion_control="bbr"), "TCP of node2 uses bbr", "tcp_congestion_control=cubic", "note"),
-    (with_host(tensorflow=BOTH), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
-     "pip uninstall -y tensorflow tensorflow-cpu; /opt/venv/bin/python -m pip install tensorflow==2.21.0",
-     "warning"),
-    (with_host(tensorflow=BOTH, gpus=()), "node2 has tensorflow 2.21.0 and tensorflow-cpu 2.20.0",
-     "pip install tensorflow-cpu==2.20.0", "warning"),
-    (with_host(tensorflow={"tensorflow-rocm": "2.20.0", "tf-nightly": "2.22.0.dev1"}),
-     "node2 has tensorflow-rocm 2.20.0 and tf-nightly 2.22.0.dev1",
-     "pip uninstall -y tensorflow-rocm tf-nightly; /opt/venv/bin/python -m pip install tensorflow-rocm==2.20.0",
-     "warning"),
-    (with_host(tensorflow={"tensorflow-cpu": "2.15.1"}, keras="2.15.0"), "TensorFlow 2.15.1, older than 2.16",
-     "'tensorflow-cpu>=2.16'", "warning"),
-    (with_host(tensorflow={"tensorflow": "2.20.0"}), "node2 has TensorFlow 2.20.0, node1 and node3 have 2.21.0",
-     "pip install tensorflow==2.21.0", "warning"),
-    (with_host(cpp_compiler=""), "node2 has TensorFlow and no C++ compiler", "apt-get install g++", "warning"),
-    (with_host(keras="3.2.0"), "node2 has Keras 3.2.0, older than 3.3", "'keras>=3.3'", "warning"),
-    (with_host(keras="3.14.0"), "node2 has Keras 3.14.0, node1 and node3 have 3.15.1", "keras==3.15.1", "warning"),
-    (with_host(keras_backend="openvino"), "Keras on node2 has the backend openvino", "KERAS_BACKEND=torch",
-     "warning"),
-    (with_host(tensorflow={}), "has the backend tensorflow, which is not installed", "KERAS_BACKEND=torch",
-     "warning"),
-    (with_host(uses_legacy_keras=True), "TF_USE_LEGACY_KERAS set, and no tf-keras", "--no-deps tf-keras",
-     "warning"),
-    (with_host(tf_keras="2.19.0"), "tf-keras 2.19.0 with TensorFlow 2.21.0", "--no-deps 'tf-keras==2.21.*'",
-     "note"),
 ]  # fmt: skip
 
 
@@ -242,20 +199,9 @@ def test_the_mapping_of_a_host_has_its_facts_by_name_alone() -> None:
         memory_bytes memory_available_bytes shared_memory_bytes shared_memory_free_bytes open_files
         locked_memory_bytes cores core_quota gpus gpu_source infiniband congestion_control
         clock_offset_seconds clock_error_seconds interface
-        tensorflow keras tf_keras keras_backend uses_legacy_keras cpp_compiler
-        horovod horovod_build horovod_script
     """
     assert sorted(mapping) == sorted(keys.split())
     assert (mapping["interface"], mapping["cores"], mapping["clock_offset_seconds"]) == ("eth0", 16, 0.01)
-
-
-def test_hosts_with_the_same_tensorflow_are_one_line_and_hosts_without_one_are_none() -> None:
-    words = "tensorflow 2.21.0, keras 3.15.1 on tensorflow, C++ compiler /usr/bin/c++"
-    assert f"\nnode1, node2, node3: {words}\n" in to_text(healthy(), [])
-    text = to_text(with_host(tensorflow={}, keras="", cpp_compiler=""), [])
-    assert f"\nnode1, node3: {words}\n" in text
-    assert "node2:" not in text
-    assert judge(with_host(tensorflow={}, keras="", keras_backend="", cpp_compiler="")) == []
 
 
 def test_a_fault_of_one_host_names_that_host() -> None:
@@ -274,7 +220,7 @@ def test_the_worst_come_first() -> None:
 
 
 def test_one_host_alone_has_no_peers_to_be_compared_with() -> None:
-    alone = ClusterFacts((host(1, routes={}, resolved={"node1": ("127.0.1.1",)}, offset_seconds=None),))
+    alone = ClusterFacts((host(1, routes={}, resolved={"node1": ("127.0.1.1",)}, clock_offset_seconds=None),))
     assert judge(alone) == []
     assert weakest_link(alone) is None
 
@@ -299,16 +245,16 @@ def test_nccl_variables_that_exclude_or_list_are_left_alone() -> None:
 
 
 def test_a_clock_within_its_error_is_right() -> None:
-    assert judge(with_host(offset_seconds=2.0, error_seconds=1.9)) == []
+    assert judge(with_host(clock_offset_seconds=2.0, clock_error_seconds=1.9)) == []
 
 
 # -- what hosts say -------------------------------------------------------------------------------
 
 
 def test_facts_arrive_as_they_were_sent() -> None:
-    sent = replace(host(2), network=replace(host(2).network, routes={}, resolved={}), clock=HostClock())
-    answer = json.loads(json.dumps(to_answer(replace(sent, software=replace(sent.software, farandole=VERSION)))))
-    assert read_host_facts("node2", answer) == replace(sent, software=replace(sent.software, farandole=VERSION))
+    network = replace(host(2).network, routes={}, resolved={})
+    sent = replace(host(2), farandole=VERSION, network=network)
+    assert read_host_facts("node2", json.loads(json.dumps(to_answer(sent)))) == sent
 
 
 def test_lines_to_paste_can_be_read_by_a_shell() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import json
 import socket
 import sys
 import threading
@@ -11,20 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.doctor.checks import judge
-from farandole.launch.doctor.facts import machine, name_lookup
+from farandole.launch.doctor.facts import machine, this_host
 from farandole.launch.doctor.facts.facts import Gpu
-from farandole.launch.doctor.facts.horovod import read_horovod
 from farandole.launch.doctor.probe import link_probe
-from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target
-from farandole.launch.doctor.probe.examine import examine
+from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target, find_targets
+from farandole.launch.doctor.probe.examine import examine, pair_rounds
 from farandole.launch.doctor.probe.link_probe import Listener, call, rate_of
 from farandole.launch.doctor.probe.probe import Answers
-from farandole.launch.doctor.probe.schedule import pair_rounds
-from farandole.launch.doctor.probe.targets import find_targets
 from farandole.launch.job.host_list import HostSlots
 from farandole.launch.job.hosts import HostFinder
 from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
@@ -109,26 +107,58 @@ def test_a_name_server_that_does_not_answer_holds_nobody(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     begin = time.monotonic()
-    found = name_lookup.look_up(["known", "unknown", "slow"], seconds=0.2)
+    found = this_host.look_up(["known", "unknown", "slow"], seconds=0.2)
     hanging.set()
     assert found == {"known": ["10.0.0.1"], "unknown": [], "slow": None}
     assert time.monotonic() - begin < 1.0
 
 
-def test_memory_is_that_of_the_control_group_where_it_has_less(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 1000 kB\nMemFree: 1 kB\nMemAvailable: 800 kB\n")
+def test_memory_is_that_of_the_control_group_where_it_has_less(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def memory(text: str) -> dict[str, int | None]:
+        monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
+        (tmp_path / "meminfo").write_text(text)
+        return machine.read_memory(tmp_path)
+
+    others = "".join(f"{name}: 1 kB\n" for name in ["MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive"])
+    found = f"MemTotal: 1000 kB\nMemAvailable: 800 kB\n{others}"
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("0\n")
-    assert machine.read_memory(meminfo, tmp_path) == {
-        "memory_bytes": 1_024_000, "memory_available_bytes": 819_200
-    }  # fmt: skip
+    assert memory(found) == {"memory_bytes": 1_024_000, "memory_available_bytes": 819_200}
     (tmp_path / "memory.max").write_text("500000\n")
     (tmp_path / "memory.current").write_text("100000\n")
-    assert machine.read_memory(meminfo, tmp_path) == {"memory_bytes": 500_000, "memory_available_bytes": 400_000}
-    assert machine.read_memory(tmp_path / "none", tmp_path / "none") == {
-        "memory_bytes": None, "memory_available_bytes": None
-    }  # fmt: skip
+    assert memory(found) == {"memory_bytes": 500_000, "memory_available_bytes": 400_000}
+    assert memory("MemTotal:") == {"memory_bytes": None, "memory_available_bytes": None}
+
+
+LINKS: list[dict[str, object]] = [
+    {"ifname": "eth0"}, {"ifname": "eth1", "linkinfo": {"info_kind": "veth"}}, {},
+    {"ifname": "ib0", "linkinfo": {"info_kind": "ipoib"}}, {"ifname": "mine", "linkinfo": {"info_kind": "bridge"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("said", "speeds", "bridges"),
+    [
+        (json.dumps(LINKS), {"eth0": 10_000, "ib0": 10_000}, {"mine"}),
+        (None, {}, set()),
+        ("Usage: ip [ OPTIONS ]", {}, set()),
+    ],
+)
+def test_speed_is_that_of_cards_and_only_ip_knows_them(
+    monkeypatch: pytest.MonkeyPatch, said: str | None, speeds: dict[str, int], bridges: set[str]
+) -> None:
+    names = ["eth0", "eth1", "ib0", "mine", "gone"]
+    state = psutil._ntuples.snicstats(True, psutil.NIC_DUPLEX_FULL, 10_000, 1500, "up,running")
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(names)))
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: dict.fromkeys(names[:4], state))
+    monkeypatch.setattr(this_host, "ask_command", lambda *_: said)
+    found = {each.name: each for each in this_host.read_interfaces()}
+    assert {name: each.speed_megabits for name, each in found.items() if each.speed_megabits} == speeds
+    assert {name for name, each in found.items() if each.duplex == "full"} == set(speeds)
+    assert {name for name, each in found.items() if each.is_virtual} == bridges
+    assert {(each.is_up, each.mtu_bytes) for each in found.values()} == {(True, 1500), (None, None)}
 
 
 @pytest.mark.parametrize(
@@ -162,26 +192,9 @@ def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
     assert machine.read_shared_memory(str(tmp_path))["shared_memory_bytes"] > 0
 
 
-def test_a_script_for_horovod_and_the_variables_of_its_build_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert read_horovod() == {"horovod": "", "horovod_build": "", "horovod_script": ""}
-    (tmp_path / "data.py").write_text("# import horovod\nimport horovodish\n")
-    (tmp_path / "train.py").write_text("def main():\n    import horovod.torch as hvd\n")
-    (tmp_path / "a copy; of train.py").write_text("import horovod.torch as hvd\n")
-    os.mkfifo(tmp_path / "fifo.py")
-    monkeypatch.setenv("HOROVOD_TIMELINE", "t.json")
-    monkeypatch.setenv("HOROVOD_CPU_OPERATIONS", "gloo")  # what `--as-horovod` sets for ranks
-    monkeypatch.setenv("HOROVOD_WITH_TENSORFLOW", "1")
-    assert read_horovod() == {
-        "horovod": "", "horovod_build": "HOROVOD_WITH_TENSORFLOW", "horovod_script": "train.py",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
-    "question", [{"type": "what"}, {"type": "call"}, {"type": "listen", "address": "127.0.0.1", "token": "00"},
-                 {"type": "listen", "address": "256.0.0.1", "token": "00" * 16}, {"type": "routes", "peers": 3}],
+    "question", [{"type": "what"}, {"type": "call"}, {"type": "listen", "address": "127.0.0.1", "token": "0"},
+                 {"type": "listen", "address": "256.0.0.1", "token": "00" * 16}, {"type": "peers", "peers": 3}],
 )  # fmt: skip
 def test_a_question_that_makes_no_sense_is_answered(question: dict[str, object]) -> None:
     assert Answers().to(question)["type"] == "failed"
@@ -235,7 +248,7 @@ def test_a_host_of_another_version_is_asked_no_more() -> None:
     good = "from farandole.launch.doctor.probe.probe import main; main()"
     older = "'farandole': '0.0.1', 'executable': '/opt/my venv/bin/python', 'facts': 3"
     facts = examine([target(SENDS % older, "a"), target(good, "b")])
-    assert [each.software.farandole for each in facts.hosts] == [VERSION]
+    assert [each.farandole for each in facts.hosts] == [VERSION]
     (finding,) = [each for each in judge(facts) if each.host == "a"]
     assert finding.what == f"a: it has farandole 0.0.1, here is {VERSION}"
     assert finding.fix.startswith("install the same version there: copy /")
@@ -293,7 +306,7 @@ def test_what_a_shell_prints_first_is_no_answer() -> None:
         "print('welcome to this host', flush=True); from farandole.launch.doctor.probe.probe import main; main()"
     )
     facts = examine([target(code)])
-    assert [host.software.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
+    assert [host.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
     assert facts.unreachable == ()
 
 
@@ -340,7 +353,7 @@ def test_over_the_same_remote_command_as_a_job() -> None:
         find_targets([HostSlots("node1", 1), HostSlots("node2", 1)], HostFinder(always_ssh=True), shell, setup)
     )
     assert [host.name for host in facts.hosts] == ["node1", "node2"]
-    assert all(host.software.torch for host in facts.hosts)
+    assert all(host.torch for host in facts.hosts)
     assert facts.unreachable == ()
     missing = HostSetup("/no/such/directory", sys.executable)
     nowhere = find_targets([HostSlots("node1", 1)], HostFinder(always_ssh=True), shell, missing)

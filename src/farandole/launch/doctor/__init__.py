@@ -2,8 +2,8 @@
 
 ::
 
-    examine.py   asks every host, links them in pairs      channel.py, schedule.py
-    probe.py     answers on each host, without torch       this_host.py, machine.py, name_lookup.py, link_probe.py
+    examine.py   asks every host, links them in pairs      channel.py
+    probe.py     answers on each host, without torch       this_host.py, machine.py, link_probe.py
     facts.py     what was found, read with suspicion
     checks/      facts -> findings, pure functions
     page.py      the findings as text

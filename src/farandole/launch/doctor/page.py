@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from .checks.links import weakest_link
-from .facts.facts import ClusterFacts, HostFacts, Interface, LinkFacts
-from .facts.finding import SEVERITIES, ClusterFinding
+from .facts.facts import SEVERITIES, ClusterFacts, ClusterFinding, HostFacts, Interface, LinkFacts
 
 MOST_IN_MATRIX = 12
 """Hosts; of more only the weakest links are listed."""
@@ -17,7 +17,6 @@ MOST_IN_MATRIX = 12
 def to_text(facts: ClusterFacts, findings: Sequence[ClusterFinding]) -> str:
     """Return the whole page."""
     parts = [_hosts(facts)] if facts.hosts else []
-    parts += ["\n".join(lines) for lines in [_tensorflow(facts)] if lines]
     if facts.links:
         parts.append(_links(facts))
     parts += [_finding(finding) for finding in findings]
@@ -32,7 +31,7 @@ def to_mapping(facts: ClusterFacts, findings: Sequence[ClusterFinding], seconds:
         "version": 1,
         "healthy": not any(finding.severity == "problem" for finding in findings),
         "seconds": round(seconds, 2),
-        "findings": [finding.to_mapping() for finding in findings],
+        "findings": [vars(finding) for finding in findings],
         "hosts": [_host_mapping(host) for host in facts.hosts],
         "links": [vars(link) for link in facts.links],
         "weakest_link": None if weakest is None else vars(weakest),
@@ -42,59 +41,36 @@ def to_mapping(facts: ClusterFacts, findings: Sequence[ClusterFinding], seconds:
 
 def _host_mapping(host: HostFacts) -> dict[str, Any]:
     """Return the facts of a host by their names alone, without the groups."""
-    chosen = host.network.interface
-    return {
-        "name": host.name,
-        "hostname": host.hostname,
-        "address": host.address,
-        **vars(host.software),
-        **vars(host.tensorflow),
-        **vars(host.network),
-        **vars(host.resources),
-        "clock_offset_seconds": host.clock.offset_seconds,
-        "clock_error_seconds": host.clock.error_seconds,
-        "interface": None if chosen is None else chosen.name,
-        "interfaces": [vars(each) for each in host.network.interfaces],
-        "routes": {peer: vars(route) for peer, route in host.network.routes.items()},
-        "gpus": [vars(gpu) for gpu in host.resources.gpus],
-    }
+    mapping, chosen = asdict(host), host.network.interface
+    groups = mapping.pop("network") | mapping.pop("resources")
+    return {**mapping, **groups, "interface": None if chosen is None else chosen.name}
 
 
 def _hosts(facts: ClusterFacts) -> str:
-    columns: list[tuple[str, Callable[[HostFacts], str]]] = [
-        ("host", lambda host: host.name),
-        ("address", lambda host: host.address or "-"),
-        ("interface", _interface),
-        ("MTU", _mtu),
-        ("cores", _cores),
-        ("memory free", lambda host: _or(host.resources.memory_available_bytes, format_bytes)),
-        ("/dev/shm", lambda host: _or(host.resources.shared_memory_bytes, format_bytes)),
-        ("GPUs", _gpus),
-        ("python", lambda host: host.software.python or "?"),
-        ("torch", lambda host: host.software.torch or "none"),
-        ("farandole", lambda host: host.software.farandole or "none"),
-        ("commit", lambda host: _commit(host.software.commit)),
-        ("clock", _clock),
-    ]
-    if len(facts.hosts) == 1:
-        gone = ("address", "clock")
-        columns = [column for column in columns if column[0] not in gone]
-    rows = [[name for name, _ in columns], *([show(host) for _, show in columns] for host in facts.hosts)]
-    return _table(rows)
+    rows = [_row(host) for host in facts.hosts]
+    if len(rows) == 1:
+        rows = [{name: text for name, text in rows[0].items() if name not in ("address", "clock")}]
+    return _table([list(rows[0]), *(list(row.values()) for row in rows)])
 
 
-def _tensorflow(facts: ClusterFacts) -> list[str]:
-    """Return a line for the hosts that have the same of TensorFlow and Keras; nothing where no host has any."""
-    alike: dict[str, list[str]] = {}
-    for host in facts.hosts:
-        found = host.tensorflow
-        words = [f"{name} {version}" for name, version in found.tensorflow.items()]
-        words += [f"keras {found.keras} on {found.keras_backend or '?'}"] if found.keras else []
-        words += [f"tf-keras {found.tf_keras}"] if found.tf_keras else []
-        if words:
-            words.append(f"C++ compiler {found.cpp_compiler or 'none'}")
-            alike.setdefault(", ".join(words), []).append(host.name)
-    return [f"{', '.join(names)}: {words}" for words, names in alike.items()]
+def _row(host: HostFacts) -> dict[str, str]:
+    shown, resources, gpus = _shown(host), host.resources, host.resources.gpus
+    allowed = "" if resources.core_quota is None else f" ({resources.core_quota:.3g} allowed)"
+    return {
+        "host": host.name,
+        "address": host.address or "-",
+        "interface": "-" if shown is None else shown.name + _speed(shown),
+        "MTU": "-" if shown is None else _or(shown.mtu_bytes, str),
+        "cores": _or(resources.cores, str) + allowed,
+        "memory free": _or(resources.memory_available_bytes, format_bytes),
+        "/dev/shm": _or(resources.shared_memory_bytes, format_bytes),
+        "GPUs": f"{len(gpus)} x {gpus[0].name}" if gpus else "none",
+        "python": host.python or "?",
+        "torch": host.torch or "none",
+        "farandole": host.farandole or "none",
+        "commit": (host.commit[:7] + "+" * host.commit.endswith("+")) or "-",
+        "clock": _clock(host),
+    }
 
 
 def _shown(host: HostFacts) -> Interface | None:
@@ -103,36 +79,12 @@ def _shown(host: HostFacts) -> Interface | None:
     return host.network.interface or next(iter(real), None)
 
 
-def _interface(host: HostFacts) -> str:
-    shown = _shown(host)
-    if shown is None:
-        return "-"
-    return shown.name + (
-        f" ({format_bits_per_second(shown.speed_megabits * 1e6)})" if shown.speed_megabits else ""
-    )
-
-
-def _mtu(host: HostFacts) -> str:
-    shown = _shown(host)
-    return "-" if shown is None else _or(shown.mtu_bytes, str)
-
-
-def _cores(host: HostFacts) -> str:
-    return _or(host.resources.cores, str) + (
-        f" ({host.resources.core_quota:.3g} allowed)" if host.resources.core_quota is not None else ""
-    )
-
-
-def _gpus(host: HostFacts) -> str:
-    return f"{len(host.resources.gpus)} x {host.resources.gpus[0].name}" if host.resources.gpus else "none"
-
-
-def _commit(commit: str) -> str:
-    return (commit[:7] + ("+" if commit.endswith("+") else "")) or "-"
+def _speed(shown: Interface) -> str:
+    return f" ({format_bits_per_second(shown.speed_megabits * 1e6)})" if shown.speed_megabits else ""
 
 
 def _clock(host: HostFacts) -> str:
-    offset, error = host.clock.offset_seconds, host.clock.error_seconds
+    offset, error = host.clock_offset_seconds, host.clock_error_seconds
     if offset is None or error is None:
         return "?"
     if abs(offset) <= max(error, 1e-3):
@@ -145,55 +97,43 @@ def _or(value: Any, show: Callable[[Any], str]) -> str:
 
 
 def _links(facts: ClusterFacts) -> str:
-    lines = []
-    if len(facts.hosts) <= MOST_IN_MATRIX:
-        lines += ["rate of one connection, from row to column:", _matrix(facts, _rate), ""]
-        lines += ["a small message there and back:", _matrix(facts, _round_trip), ""]
-    else:
-        slow = sorted(
-            (link for link in facts.links if link.bits_per_second), key=lambda link: link.bits_per_second or 0
-        )
-        lines += ["the slowest links:"]
-        lines += [f"  {link.source} -> {link.target}  {_rate(link)}, {_round_trip(link)}" for link in slow[:10]]
-        lines += [""]
     weakest = weakest_link(facts)
-    if weakest is None:
-        lines.append("no link could be measured")
+    if len(facts.hosts) <= MOST_IN_MATRIX:
+        parts = [
+            f"rate of one connection, from row to column:\n{_matrix(facts, _rate)}",
+            f"a small message there and back:\n{_matrix(facts, _round_trip)}",
+        ]
     else:
-        lines.append(
-            f"weakest link: {weakest.source} -> {weakest.target}, {_rate(weakest)}, "
-            f"{_round_trip(weakest)} there and back"
-        )
-    return "\n".join(lines)
+        measured = [link for link in facts.links if link.bits_per_second]
+        slow = sorted(measured, key=lambda link: link.bits_per_second or 0)[:10]
+        lines = [f"  {link.source} -> {link.target}  {_rate(link)}, {_round_trip(link)}" for link in slow]
+        parts = ["\n".join(["the slowest links:", *lines])]
+    if weakest is None:
+        parts.append("no link could be measured")
+    else:
+        figures = f"{_rate(weakest)}, {_round_trip(weakest)} there and back"
+        parts.append(f"weakest link: {weakest.source} -> {weakest.target}, {figures}")
+    return "\n\n".join(parts)
 
 
 def _matrix(facts: ClusterFacts, show: Callable[[LinkFacts], str]) -> str:
     names = [host.name for host in facts.hosts]
-    links = {(link.source, link.target): link for link in facts.links}
-    rows = [["", *names]]
-    for source in names:
-        cells = [
-            "-" if source == target else show(links[source, target]) if (source, target) in links else "?"
-            for target in names
-        ]
-        rows.append([source, *cells])
-    return _table(rows)
+    cells = {(link.source, link.target): show(link) for link in facts.links} | {
+        (name, name): "-" for name in names
+    }
+    return _table([["", *names], *([row, *(cells.get((row, column), "?") for column in names)] for row in names)])
 
 
 def _rate(link: LinkFacts) -> str:
-    if link.problem:
-        return "no call"
-    return "?" if link.bits_per_second is None else format_bits_per_second(link.bits_per_second)
+    return "no call" if link.problem else _or(link.bits_per_second, format_bits_per_second)
 
 
 def _round_trip(link: LinkFacts) -> str:
-    if link.problem:
-        return "no call"
-    return "?" if link.round_trip_seconds is None else format_seconds(link.round_trip_seconds)
+    return "no call" if link.problem else _or(link.round_trip_seconds, format_seconds)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )

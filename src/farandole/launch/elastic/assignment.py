@@ -25,8 +25,6 @@ class Membership:
     members: tuple[Worker, ...]
     leaving: tuple[Worker, ...]
     """Their host, or their slot on it, is no longer there."""
-    handing_over: bool = False
-    """Members include workers that should leave, because no other worker has the state yet."""
 
 
 def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None) -> Membership:
@@ -49,7 +47,7 @@ def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int
         kept, *leaving = leaving
         if max_ranks is not None and len(members) >= max_ranks:
             leaving.append(members.pop())
-        return Membership((*members, kept), tuple(leaving), handing_over=True)
+        return Membership((*members, kept), tuple(leaving))
     return Membership(tuple(members), tuple(leaving))
 
 

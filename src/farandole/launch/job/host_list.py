@@ -42,22 +42,22 @@ class HostSlots:
     """Numbers of the slots to use, where ``--include`` or ``--exclude`` chose some; empty: all of them."""
 
 
-def parse_hosts(text: str, *, where: str = "-H") -> list[HostSlots]:
-    """Parse ``host:slots,host:slots``; a host named twice gets the sum, as with mpirun.
+def parse_hosts(text: str) -> list[HostSlots]:
+    """Parse ``host:slots,host:slots`` of -H; a host named twice gets the sum, as with mpirun.
 
-    Raises `ConfigError` naming `where` and the piece that is wrong.
+    Raises `ConfigError` naming the piece that is wrong.
     """
     found: dict[str, HostSlots] = {}
     for piece in text.split(","):
-        name, slots = _split_slots(piece.strip(), where)
+        name, slots = _split_slots(piece.strip(), "-H")
         if not name or slots is None:
             raise ConfigError(
                 "Invalid host input, please make sure it has format as : worker-0:2,worker-1:2.",
-                remedy=f"{where} {quoted(text)}: {quoted(piece.strip())} is no host:slots (IPv6: [fe80::1]:2)",
+                remedy=f"-H {quoted(text)}: {quoted(piece.strip())} is no host:slots (IPv6: [fe80::1]:2)",
             )
-        number = _number(slots, f"{where} {quoted(piece.strip())}: slots", MOST_SLOTS)
+        number = _number(slots, f"-H {quoted(piece.strip())}: slots", MOST_SLOTS)
         before = found[name].slots if name in found else 0
-        found[name] = HostSlots(name, _at_most(before + number, f"{where}: slots of {name}"))
+        found[name] = HostSlots(name, _at_most(before + number, f"-H: slots of {name}"))
     return list(found.values())
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..facts.facts import ClusterFacts
-from ..facts.finding import ClusterFinding, Findings, worst_first
-from .horovod import check_horovod
+from ..facts.facts import SEVERITIES, ClusterFacts, ClusterFinding, Findings
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory
 from .names import check_host_names, check_own_names, check_peer_names
 from .network import check_congestion_control, check_link_speeds, check_mtu, check_routes, check_socket_variables
-from .tensorflow import check_keras, check_tensorflow
 from .versions import check_python, check_reached, check_torch, check_working_directory
 
 Check = Callable[[ClusterFacts], Findings]
@@ -21,9 +18,6 @@ CHECKS: tuple[Check, ...] = (
     check_torch,
     check_python,
     check_working_directory,
-    check_tensorflow,
-    check_keras,
-    check_horovod,
     check_routes,
     check_socket_variables,
     check_connections,
@@ -44,4 +38,5 @@ CHECKS: tuple[Check, ...] = (
 
 def judge(facts: ClusterFacts) -> list[ClusterFinding]:
     """Return what all checks find, the worst first."""
-    return worst_first(finding for check in CHECKS for finding in check(facts))
+    found = [finding for check in CHECKS for finding in check(facts)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))

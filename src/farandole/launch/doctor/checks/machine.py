@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.facts import ClusterFacts, HostFacts
-from ..facts.finding import ClusterFinding, Findings
+from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts
 
 FAR_SECONDS, OFF_SECONDS = 60.0, 0.5
 LITTLE_MEMORY_BYTES, TOO_LITTLE_MEMORY_BYTES = 1_000_000_000, 250_000_000
@@ -18,8 +17,8 @@ LITTLE_LOCKED_BYTES = 2**30
 def check_clocks(facts: ClusterFacts) -> Findings:
     """Clocks agree. Jobs do not need it (only monotonic time counts), but logs and certificates do."""
     for host in facts.hosts:
-        offset = host.clock.offset_seconds
-        sure = None if offset is None else abs(offset) - (host.clock.error_seconds or 0.0)
+        offset = host.clock_offset_seconds
+        sure = None if offset is None else abs(offset) - (host.clock_error_seconds or 0.0)
         if offset is None or sure is None or sure < OFF_SECONDS:
             continue
         yield ClusterFinding(
@@ -119,12 +118,12 @@ def _slots(facts: ClusterFacts) -> str:
 def check_gpus(facts: ClusterFacts) -> Findings:
     """GPUs can be used, are free, and are the same on all hosts."""
     for host in facts.hosts:
-        gpus, torch = host.resources.gpus, host.software.torch
+        gpus, torch = host.resources.gpus, host.torch
         if gpus and torch.endswith("+cpu"):
             yield ClusterFinding(
                 f"{host.name} has {len(gpus)} GPU(s), but torch {torch} is built without them",
                 "ranks train on the CPU",
-                f"{host.software.pip_install} --force-reinstall torch=={torch.partition('+')[0]}",
+                f"{host.pip_install} --force-reinstall torch=={torch.partition('+')[0]}",
                 host=host.name,
             )
         busy = [

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from ..facts.facts import ClusterFacts, HostFacts
-from ..facts.finding import ClusterFinding, Findings
+from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts
 
 
 def check_peer_names(facts: ClusterFacts) -> Findings:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..facts.facts import ClusterFacts, HostFacts
-from ..facts.finding import ClusterFinding, Findings, Severity
+from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts, Severity
 
 
 def check_reached(facts: ClusterFacts) -> Findings:
@@ -23,25 +22,25 @@ def check_reached(facts: ClusterFacts) -> Findings:
 def check_torch(facts: ClusterFacts) -> Findings:
     """Torch is there, the same everywhere."""
     for host in facts.hosts:
-        if not host.software.torch:
+        if not host.torch:
             yield ClusterFinding(
-                f"{host.name} has no torch for {host.software.executable or 'its python'}",
+                f"{host.name} has no torch for {host.executable or 'its python'}",
                 "no rank can train there",
-                f"{host.software.pip_install} torch",
+                f"{host.pip_install} torch",
                 host=host.name,
             )
-    yield from compare(
-        facts.hosts, "torch", lambda host: host.software.torch,
+    yield from _compare(
+        facts.hosts, "torch", lambda host: host.torch,
         severity="problem",
         why="ranks with different torch refuse each other: collectives of two versions need not fit",
-        fix=lambda host, usual: f"{host.software.pip_install} torch=={usual.partition('+')[0]}",
+        fix=lambda host, usual: f"{host.pip_install} torch=={usual.partition('+')[0]}",
     )  # fmt: skip
 
 
 def check_python(facts: ClusterFacts) -> Findings:
     """The same minor version of Python: pickled objects and compiled files differ otherwise."""
-    return compare(
-        facts.hosts, "Python", lambda host: ".".join(host.software.python.split(".")[:2]),
+    return _compare(
+        facts.hosts, "Python", lambda host: ".".join(host.python.split(".")[:2]),
         severity="warning",
         why="pickled objects (samples, optimizer states) of one may not be read by the other",
         fix=lambda host, usual: f"make the environment of {host.name} with python{usual}",
@@ -50,12 +49,12 @@ def check_python(facts: ClusterFacts) -> Findings:
 
 def check_working_directory(facts: ClusterFacts) -> Findings:
     """The same commit of the working directory."""
-    return compare(
-        facts.hosts, "the working directory", lambda host: _short(host.software.commit),
+    return _compare(
+        facts.hosts, "the working directory", lambda host: _short(host.commit),
         severity="warning",
         why="the ranks would run different scripts",
         fix=lambda host, usual: f"git fetch && git checkout {usual.rstrip('+')}"
-        + (" && git stash" if host.software.commit.endswith("+") else ""),
+        + (" && git stash" if host.commit.endswith("+") else ""),
     )  # fmt: skip
 
 
@@ -63,7 +62,7 @@ def _short(commit: str) -> str:
     return commit[:10] + ("+" if commit.endswith("+") and len(commit) > 10 else "")
 
 
-def compare(
+def _compare(
     hosts: Sequence[HostFacts],
     what: str,
     value_of: Callable[[HostFacts], str],

@@ -1,4 +1,4 @@
-"""What is known about hosts and the links between them.
+"""What is known about hosts and the links between them, and what a finding is.
 
 Every field of a fact that could not be learnt is None (or empty). The facts of a host are made there, by
 `this_host`, and are taken as they are: a host with another version of farandole is not asked for them.
@@ -7,9 +7,9 @@ Every field of a fact that could not be learnt is None (or empty). The facts of 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ....core.vocabulary.errors import LaunchError
 from ....core.vocabulary.suggestions import elsewhere_remedy
@@ -49,53 +49,6 @@ class Gpu:
     memory_bytes: int | None = None
     used_bytes: int | None = None
     driver: str = ""
-
-
-@dataclass(frozen=True)
-class Software:
-    """The programs of one host, and the commit of its working directory."""
-
-    python: str = ""
-    executable: str = ""
-    torch: str = ""
-    farandole: str = ""
-    commit: str = ""
-    """With a + if files of it were changed."""
-    horovod: str = ""
-    horovod_build: str = ""
-    """A variable that Horovod's build reads and that is set."""
-    horovod_script: str = ""
-    """A file of the working directory that imports horovod."""
-
-    @property
-    def pip_install(self) -> str:
-        """The beginning of the command that installs packages there."""
-        return f"{shlex.quote(self.executable or 'python3')} -m pip install"
-
-
-@dataclass(frozen=True)
-class TensorFlowFacts:
-    """TensorFlow and Keras on one host. Empty: not installed."""
-
-    tensorflow: Mapping[str, str] = field(default_factory=dict)
-    """The versions of its distributions, by name. One is right: all of them write the same folder."""
-    keras: str = ""
-    tf_keras: str = ""
-    keras_backend: str = ""
-    uses_legacy_keras: bool = False
-    """TF_USE_LEGACY_KERAS is set."""
-    cpp_compiler: str = ""
-    """Its path; empty: there is none."""
-
-    @property
-    def version(self) -> str:
-        """The version of TensorFlow; of several distributions, of the first one."""
-        return next(iter(self.tensorflow.values()), "")
-
-    @property
-    def distribution(self) -> str:
-        """What is to be installed by pip to replace it."""
-        return next(iter(self.tensorflow), "tensorflow")
 
 
 @dataclass(frozen=True)
@@ -142,28 +95,30 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class HostClock:
-    """One host's clock beside the asking one's."""
-
-    offset_seconds: float | None = None
-    """This host's time minus the asking one's; None: unknown."""
-    error_seconds: float | None = None
-
-
-@dataclass(frozen=True)
 class HostFacts:
-    """What one host said of itself."""
+    """What one host said of itself, and how its clock stands to the asking one's."""
 
     name: str
     """As the list of hosts has it; empty on the host itself."""
     hostname: str = ""
     address: str = ""
     """By which the others reach it."""
-    software: Software = Software()
-    tensorflow: TensorFlowFacts = TensorFlowFacts()
+    python: str = ""
+    executable: str = ""
+    torch: str = ""
+    farandole: str = ""
+    commit: str = ""
+    """The commit of its working directory, with a + if files of it were changed."""
     network: HostNetwork = HostNetwork()
     resources: Resources = Resources()
-    clock: HostClock = HostClock()
+    clock_offset_seconds: float | None = None
+    """Its time minus the asking host's; None: unknown."""
+    clock_error_seconds: float | None = None
+
+    @property
+    def pip_install(self) -> str:
+        """The beginning of the command that installs packages there."""
+        return f"{shlex.quote(self.executable or 'python3')} -m pip install"
 
 
 @dataclass(frozen=True)
@@ -202,6 +157,27 @@ class ClusterFacts:
     unreachable: tuple[Unreachable, ...] = ()
 
 
+Severity = Literal["problem", "warning", "note"]
+SEVERITIES: tuple[Severity, ...] = ("problem", "warning", "note")
+
+
+@dataclass(frozen=True)
+class ClusterFinding:
+    """One thing to know. A problem keeps jobs from running well, a warning may, a note does not."""
+
+    what: str
+    why: str
+    fix: str
+    """A line to paste, or to act on."""
+    severity: Severity = "problem"
+    host: str = ""
+    """Where to paste it; empty: it is about several hosts."""
+
+
+Findings = Iterable[ClusterFinding]
+"""What a check returns: it may be a generator."""
+
+
 def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
     """Return the facts of the host `name` from its answer, `to_answer` there.
 
@@ -215,24 +191,15 @@ def read_host_facts(name: str, answer: Mapping[str, Any]) -> HostFacts:
         raise LaunchError(f"it has farandole {theirs}, here is {VERSION}", remedy=elsewhere_remedy(python))
     facts = answer["facts"]
     network, resources = facts["network"], facts["resources"]
-    interfaces = tuple(
+    network["interfaces"] = tuple(
         Interface(**{**each, "addresses": tuple(each["addresses"])}) for each in network["interfaces"]
     )
-    return HostFacts(
-        name,
-        facts["hostname"],
-        facts["address"],
-        Software(**facts["software"]),
-        TensorFlowFacts(**facts["tensorflow"]),
-        HostNetwork(**{**network, "interfaces": interfaces, "infiniband": tuple(network["infiniband"])}),
-        Resources(**{**resources, "gpus": tuple(Gpu(**gpu) for gpu in resources["gpus"])}),
-    )
+    network["infiniband"] = tuple(network["infiniband"])
+    resources["gpus"] = tuple(Gpu(**gpu) for gpu in resources["gpus"])
+    groups = {"network": HostNetwork(**network), "resources": Resources(**resources)}
+    return HostFacts(**{**facts, **groups, "name": name})
 
 
 def to_answer(facts: HostFacts) -> dict[str, Any]:
     """Return what a host says of itself; version and executable stand where every version has them."""
-    return {
-        "farandole": facts.software.farandole,
-        "executable": facts.software.executable,
-        "facts": asdict(facts),
-    }
+    return {"farandole": facts.farandole, "executable": facts.executable, "facts": asdict(facts)}

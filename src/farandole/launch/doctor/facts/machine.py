@@ -1,12 +1,11 @@
-"""Memory, limits, cores and GPUs of this host, as the kernel, its control group and the GPUs' library say."""
+"""Memory, limits, cores and GPUs of this host, as the kernel, its control group and the GPUs' driver say."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import resource
 import shutil
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,24 @@ from ...job.cores import available_cores
 from .facts import Gpu
 
 _CGROUP = Path("/sys/fs/cgroup")
-_GPU_SECONDS = 6.0
+_GPU_SECONDS = 12.0
+"""A driver that no program keeps loaded takes seconds for each GPU."""
+_MORE_PATH = "/usr/sbin:/sbin"
+"""Where programs for the network are; not on the PATH of every user."""
 
 
-def read_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> dict[str, int | None]:
+def read_memory(cgroup: Path = _CGROUP) -> dict[str, int | None]:
     """Return the memory of this host, or of its control group where that has less."""
-    values: dict[str, int | None] = dict.fromkeys(("MemTotal", "MemAvailable"))
-    with suppress(OSError, ValueError, IndexError):
-        for line in meminfo.read_text().splitlines():
-            key, _, rest = line.partition(":")
-            if key in values:
-                values[key] = int(rest.split()[0]) * 1024
-    total, available = values["MemTotal"], values["MemAvailable"]
+    import psutil  # not above: commands that ask for no memory start in milliseconds
+
+    try:
+        memory = psutil.virtual_memory()
+    except (OSError, ValueError, LookupError):  # no /proc/meminfo, or a strange one
+        return {"memory_bytes": None, "memory_available_bytes": None}
+    total, available = memory.total, memory.available
     limit, used = _memory_limit(cgroup)
-    if total is not None and limit is not None and limit < total:
-        total = limit
-        if available is not None and used is not None:
-            available = max(0, min(available, limit - used))
+    if limit is not None and used is not None and limit < total:
+        total, available = limit, max(0, min(available, limit - used))
     return {"memory_bytes": total, "memory_available_bytes": available}
 
 
@@ -56,14 +56,10 @@ def _cached_bytes(stat: Path) -> int:
 
 def read_shared_memory(place: str = "/dev/shm") -> dict[str, int]:
     """Return the size of /dev/shm, 0 where there is none."""
-    try:
-        room = os.statvfs(place)
-    except OSError:
-        return {"shared_memory_bytes": 0, "shared_memory_free_bytes": 0}
-    return {
-        "shared_memory_bytes": room.f_blocks * room.f_frsize,
-        "shared_memory_free_bytes": room.f_bavail * room.f_frsize,
-    }
+    total = free = 0
+    with suppress(OSError):
+        total, _, free = shutil.disk_usage(place)
+    return {"shared_memory_bytes": total, "shared_memory_free_bytes": free}
 
 
 def read_limits() -> dict[str, int | None]:
@@ -92,55 +88,25 @@ def _core_quota(cgroup: Path) -> float | None:
 
 
 def read_gpus() -> dict[str, Any]:
-    """Return the GPUs: by nvidia-ml-py where it is installed, else by nvidia-smi, else none."""
-    found = _gpus_of_library()
-    if found is not None:
-        return {"gpus": found, "gpu_source": "nvidia-ml-py"}
-    found = _gpus_of_command()
-    if found is not None:
-        return {"gpus": found, "gpu_source": "nvidia-smi"}
-    return {"gpus": (), "gpu_source": ""}
+    """Return the GPUs that nvidia-smi, a part of the driver, tells of."""
+    query = "--query-gpu=name,memory.total,memory.used,driver_version"
+    text = ask_command("nvidia-smi", [query, "--format=csv,noheader,nounits"], _GPU_SECONDS)
+    if text is None:
+        return {"gpus": (), "gpu_source": ""}
+    return {"gpus": parse_nvidia_smi(text), "gpu_source": "nvidia-smi"}
 
 
-def _gpus_of_library() -> tuple[Gpu, ...] | None:
-    try:
-        nvml: Any = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-    except Exception:  # not installed, or no driver: its errors are classes of its own
-        return None
-    try:
-        driver = _decoded(nvml.nvmlSystemGetDriverVersion())
-        found = []
-        for index in range(nvml.nvmlDeviceGetCount()):
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-            name = _decoded(nvml.nvmlDeviceGetName(handle))
-            found.append(Gpu(name, memory.total, memory.used, driver))
-        return tuple(found)
-    except Exception:
-        return None
-    finally:
-        with suppress(Exception):
-            nvml.nvmlShutdown()
-
-
-def _decoded(text: str | bytes) -> str:
-    return text.decode(errors="replace") if isinstance(text, bytes) else text
-
-
-def _gpus_of_command() -> tuple[Gpu, ...] | None:
-    command = shutil.which("nvidia-smi")
+def ask_command(name: str, words: Sequence[str], seconds: float) -> str | None:
+    """Return what a command prints; None where it is missing, fails or takes longer than `seconds`."""
+    command = shutil.which(name) or shutil.which(name, path=_MORE_PATH)
     if command is None:
         return None
-    query = "--query-gpu=name,memory.total,memory.used,driver_version"
-    try:
-        done = subprocess.run(
-            [command, query, "--format=csv,noheader,nounits"],
-            capture_output=True, text=True, timeout=_GPU_SECONDS, check=True, stdin=subprocess.DEVNULL,
-        )  # fmt: skip
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return parse_nvidia_smi(done.stdout)
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        return subprocess.run(
+            [command, *words],
+            capture_output=True, text=True, timeout=seconds, check=True, stdin=subprocess.DEVNULL,
+        ).stdout  # fmt: skip
+    return None
 
 
 def parse_nvidia_smi(text: str) -> tuple[Gpu, ...]:

@@ -1,8 +1,10 @@
-"""The doctor's end of one host's pipe: a process whose stdin and stdout carry frames."""
+"""Which hosts to examine, and the doctor's end of the pipe of one: a process that answers in frames."""
 
 from __future__ import annotations
 
 import select
+import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +15,16 @@ import farandole
 
 from ....core.vocabulary.errors import LaunchError
 from ....core.wire.framing import FrameError, read_json
+from ...job.host_list import HostSlots
+from ...job.hosts import EmulatedHost, Host, HostFinder, LocalHost
 from ...ssh.link.frames import MESSAGE, Message
 from ...ssh.link.host_failure import explain
 from ...ssh.link.host_link import HostLink
-from ...ssh.link.remote_shell import HostSetup
+from ...ssh.link.remote_shell import HostSetup, SshOptions, ssh_command
+from ...supervise.process import preparing
 
 PROBE = "farandole.launch.doctor.probe.probe"
+_PROBE_HERE = [sys.executable, "-m", PROBE]
 _SHELL = frozenset("$`;&|<>(){}[]*!#~'\"\\")
 
 
@@ -34,6 +40,28 @@ class Target:
     """Called in the child before the command."""
     setup: HostSetup | None = None
     """What the host does before its probe starts; None: the command needs none."""
+
+
+def find_targets(
+    hosts: Sequence[HostSlots], finder: HostFinder, ssh: SshOptions, setup: HostSetup
+) -> list[Target]:
+    """Return a target for each host of the list; of an empty one, the emulated hosts or this machine.
+
+    Raises `ConfigError` for a name that is none, and for a host that is not of the emulation.
+    """
+    found = finder.find_all(hosts)
+    if all(isinstance(host, LocalHost) and host.port is None for host in found):
+        return [Target(socket.gethostname(), "", _PROBE_HERE)]  # however many names it has
+    return [_target(host, ssh, setup) for host in found]
+
+
+def _target(host: Host, ssh: SshOptions, setup: HostSetup) -> Target:
+    if isinstance(host, EmulatedHost):
+        here = preparing((), host.namespaces)
+        return Target(host.namespaces.name, host.namespaces.address, _PROBE_HERE, here)
+    if isinstance(host, LocalHost) and host.port is None:
+        return Target(host.name, "", _PROBE_HERE)
+    return Target(host.name, "", ssh_command(host.name, host.port, ssh), setup=setup)
 
 
 class ProbeLost(LaunchError):

@@ -11,19 +11,10 @@ from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
 from ...ssh.link.frames import Message
-from ..facts.facts import (
-    ClusterFacts,
-    HostClock,
-    HostFacts,
-    KernelRoute,
-    LinkFacts,
-    Unreachable,
-    read_host_facts,
-)
-from ..facts.name_lookup import look_up
+from ..facts.facts import ClusterFacts, HostFacts, KernelRoute, LinkFacts, Unreachable, read_host_facts
+from ..facts.this_host import look_up
 from .channel import HostChannel, ProbeLost, Target, ask_all
 from .link_probe import TOKEN_BYTES
-from .schedule import pair_rounds
 
 START_SECONDS = 20.0
 ANSWER_SECONDS = 10.0
@@ -49,11 +40,25 @@ def examine(targets: Sequence[Target], say: Say = lambda line: None) -> ClusterF
         examination.ask_facts()
         if len(targets) > 1:
             examination.ask_addresses()
-            examination.ask_routes()
-        examination.ask_names()
+        examination.ask_peers()
         examination.ask_clocks()
         examination.link()
         return examination.facts()
+
+
+def pair_rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Return rounds of pairs: every pair of hosts once, and no host in two pairs at a time.
+
+    >>> pair_rounds(["a", "b", "c"])
+    [[('b', 'c')], [('a', 'c')], [('a', 'b')]]
+    """
+    seats = list(range(len(names) + len(names) % 2))
+    rounds = []
+    for _ in seats[1:]:  # one seat stays, the others move on around the table
+        pairs = zip(seats, reversed(seats), strict=True)
+        rounds.append([(names[one], names[other]) for one, other in pairs if one < other < len(names)])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return [each for each in rounds if each]
 
 
 @dataclass
@@ -99,11 +104,10 @@ class _Examination:
         """
         known = next((host.address for host in self._hosts.values() if host.address not in _LOOPBACKS), "")
         if known:
-            question = {"type": "routes", "peers": {"first": known}}
-            for name, answer in self._ask(
-                dict.fromkeys(self._without_address(), question), ANSWER_SECONDS
-            ).items():
-                self._know(name, answer["routes"]["first"]["own_address"])
+            question = {"type": "peers", "peers": {"first": known}, "names": []}
+            questions = dict.fromkeys(self._without_address(), question)
+            for name, answer in self._ask(questions, ANSWER_SECONDS).items():
+                self._know(name, answer["routes"]["first"].get("own_address", ""))
         for name, answers in look_up(self._without_address()).items():
             self._know(name, next(iter(answers or ()), ""))
         for name in self._without_address():
@@ -117,29 +121,20 @@ class _Examination:
         if address not in _LOOPBACKS:
             self._hosts[name] = replace(self._hosts[name], address=address)
 
-    def _learn(self, name: str, **facts: Any) -> None:
-        host = self._hosts[name]
-        self._hosts[name] = replace(host, network=replace(host.network, **facts))
-
-    def ask_routes(self) -> None:
-        questions = {}
+    def ask_peers(self) -> None:
+        """Ask each host how it reaches the others, and what their names and its own mean there."""
+        questions: dict[str, Message] = {}
+        names = {each for host in self._hosts.values() for each in (host.name, host.hostname)} - {"", "localhost"}
         for name in self.channels:
-            peers = {other.name: other.address for other in self._hosts.values() if other.name != name}
-            questions[name] = {"type": "routes", "peers": {key: value for key, value in peers.items() if value}}
+            peers = {
+                each.name: each.address for each in self._hosts.values() if each.name != name and each.address
+            }
+            questions[name] = {"type": "peers", "peers": peers, "names": sorted(names)}
         for name, answer in self._ask(questions, ANSWER_SECONDS).items():
             routes = {peer: KernelRoute(**route) for peer, route in answer["routes"].items()}
-            self._learn(name, routes=routes)
-
-    def ask_names(self) -> None:
-        questions = {}
-        for name in self.channels:
-            names = {each for host in self._hosts.values() for each in (host.name, host.hostname) if each}
-            names -= {"localhost"}
-            own = {each for each in (name, self._hosts[name].hostname) if each}
-            questions[name] = {"type": "names", "names": sorted(names if len(self._order) > 1 else own)}
-        for name, answer in self._ask(questions, ANSWER_SECONDS).items():
-            addresses = {key: None if found is None else tuple(found) for key, found in answer["resolved"].items()}
-            self._learn(name, resolved=addresses)
+            resolved = {key: None if found is None else tuple(found) for key, found in answer["resolved"].items()}
+            host = self._hosts[name]
+            self._hosts[name] = replace(host, network=replace(host.network, routes=routes, resolved=resolved))
 
     def ask_clocks(self) -> None:
         best: dict[str, tuple[float, float]] = {}
@@ -151,9 +146,10 @@ class _Examination:
                 if answer:
                     offset = answer["seconds"] - before - taken / 2
                     best[name] = min(best.get(name, (1e9, 0.0)), (taken, offset))
-        for name, (taken, offset) in best.items():
-            if name in self._hosts:
-                self._hosts[name] = replace(self._hosts[name], clock=HostClock(offset, taken / 2))
+        for name in best.keys() & self._hosts.keys():
+            taken, offset = best[name]
+            host = self._hosts[name]
+            self._hosts[name] = replace(host, clock_offset_seconds=offset, clock_error_seconds=taken / 2)
 
     # -- links -----------------------------------------------------------------------------------
 

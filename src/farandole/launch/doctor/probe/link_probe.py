@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import hmac
 import socket
+import socketserver
 import statistics
 import struct
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,6 @@ TOKEN_BYTES = 16
 CONNECT_SECONDS = 4.0
 STALL_SECONDS = 3.0
 """Without a byte, a transfer is over."""
-LISTEN_SECONDS = 30.0
 ECHOES = 40
 ECHO_SECONDS = 0.5
 LEAST_BYTES = 512 * 1024
@@ -60,60 +60,44 @@ def rate_of(begin: float, samples: Sequence[tuple[float, int]]) -> float:
     return 8 * min((total - before) / (end - quarter), total / (end - begin))
 
 
-class Listener:
-    """Answers callers that know the token, in a thread of its own, for a while."""
+class Listener(socketserver.ThreadingTCPServer):
+    """Answers callers that know the token, each in a thread of its own."""
+
+    daemon_threads = True
+    block_on_close = False
 
     def __init__(self, address: str, token: bytes) -> None:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._socket = socket.create_server((address, 0), family=family, backlog=8)
-        self._socket.settimeout(0.2)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, 0), socketserver.BaseRequestHandler)
         self._token = token
-        self._closed = threading.Event()
-        self.port = int(self._socket.getsockname()[1])
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        self.port = int(self.server_address[1])
+        threading.Thread(target=self.serve_forever, args=(0.2,), daemon=True).start()
 
     def close(self) -> None:
         """Stop listening. What is being answered goes on to its own end."""
-        self._closed.set()
-        self._thread.join()
+        self.shutdown()
+        self.server_close()
 
-    def _serve(self) -> None:
-        end = time.monotonic() + LISTEN_SECONDS
-        with self._socket:
-            while not self._closed.is_set() and time.monotonic() < end:
-                try:
-                    caller, _ = self._socket.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    return
-                threading.Thread(target=self._answer, args=(caller,), daemon=True).start()
-
-    def _answer(self, caller: socket.socket) -> None:
-        with closing(caller):
-            try:
-                _prepare(caller)
-                head = _read_exactly(caller, TOKEN_BYTES + 1 + _SECONDS.size)
-                if not hmac.compare_digest(head[:TOKEN_BYTES], self._token):
-                    return
-                question, (seconds,) = (
-                    head[TOKEN_BYTES : TOKEN_BYTES + 1],
-                    _SECONDS.unpack(head[TOKEN_BYTES + 1 :]),
-                )
-                if question == ECHO:
-                    _echo(caller)
-                elif question == TAKE:
-                    seen = receive(caller)
-                    caller.sendall(_RESULT.pack(seen.received_bytes, seen.bits_per_second))
-                elif question == GIVE:
-                    send(caller, min(seconds, _MOST_SECONDS))
-            except OSError:
-                return  # the caller sees the end of the connection, and says so
+    def finish_request(self, request: Any, client_address: object) -> None:
+        """Answer one call."""
+        caller: socket.socket = request
+        with suppress(OSError):  # the caller sees the end of the connection, and says so
+            _prepare(caller)
+            head = _read_exactly(caller, TOKEN_BYTES + 1 + _SECONDS.size)
+            token, question = head[:TOKEN_BYTES], head[TOKEN_BYTES : TOKEN_BYTES + 1]
+            if not hmac.compare_digest(token, self._token):
+                return
+            if question == ECHO:
+                _echo(caller)
+            elif question == TAKE:
+                seen = receive(caller)
+                caller.sendall(_RESULT.pack(seen.received_bytes, seen.bits_per_second))
+            elif question == GIVE:
+                send(caller, min(*_SECONDS.unpack(head[TOKEN_BYTES + 1 :]), _MOST_SECONDS))
 
 
 def call(address: str, port: int, token: bytes, seconds: float | None) -> dict[str, Any]:
-    """Call a `Listener`; return what was found, for `facts.read_link`.
+    """Call a `Listener`; return what was found, as fields of `LinkFacts`.
 
     `seconds` for a transfer each way; None: only see whether a call gets through. Never raises `OSError`.
     """

@@ -3,8 +3,7 @@
 ::
 
     {"type": "facts"}                                      -> what this host says of itself
-    {"type": "routes", "peers": {name: address}}           -> by which interface each is reached
-    {"type": "names", "names": [...]}                      -> what they mean here
+    {"type": "peers", "peers": {name: address}, "names": [...]} -> how each is reached, what names mean here
     {"type": "clock"}                                      -> the time here
     {"type": "listen", "address": A, "token": T}           -> {"port": P}
     {"type": "call", "address": A, "port": P, "token": T, "seconds": S} -> what was found, see link_probe
@@ -24,9 +23,8 @@ from typing import Any
 from ....core.wire.framing import read_json
 from ...ssh.link.frames import MESSAGE, Message, pipe_of_this_process
 from ..facts.facts import to_answer
-from ..facts.name_lookup import look_up
-from ..facts.this_host import read_routes, read_this_host
-from .link_probe import TOKEN_BYTES, Listener, call
+from ..facts.this_host import look_up, read_routes, read_this_host
+from .link_probe import Listener, call
 
 LIMIT_SECONDS = 300
 """Longest examination; a probe that is not ended by its launcher ends itself after this time."""
@@ -35,7 +33,7 @@ LIMIT_SECONDS = 300
 def main() -> None:
     """Answer until the pipe ends."""
     signal.alarm(LIMIT_SECONDS)
-    if sys.flags.no_site:  # started over ssh: torch and the GPUs' library are found as a rank would find them
+    if sys.flags.no_site:  # started over ssh: torch and psutil are found as a rank would find them
         site.main()
     channel = pipe_of_this_process()
     answering = Answers()
@@ -68,19 +66,17 @@ class Answers:
         match question["type"]:
             case "facts":
                 return to_answer(read_this_host())
-            case "routes":
-                return {"routes": read_routes(question["peers"])}
-            case "names":
-                return {"resolved": look_up(question["names"])}
+            case "peers":
+                return {"routes": read_routes(question["peers"]), "resolved": look_up(question["names"])}
             case "clock":
                 return {"seconds": time.time()}
             case "listen":
                 self._hang_up()
-                self._listener = Listener(question["address"], _token(question))
+                self._listener = Listener(question["address"], bytes.fromhex(question["token"]))
                 return {"port": self._listener.port}
             case "call":
-                where = question["address"], int(question["port"])
-                return call(*where, _token(question), question["seconds"])
+                token = bytes.fromhex(question["token"])
+                return call(question["address"], question["port"], token, question["seconds"])
             case "hang up":
                 self._hang_up()
                 return {}
@@ -91,13 +87,6 @@ class Answers:
         if self._listener is not None:
             self._listener.close()
             self._listener = None
-
-
-def _token(question: Message) -> bytes:
-    token = bytes.fromhex(question["token"])
-    if len(token) != TOKEN_BYTES:
-        raise ValueError(f"a token of {len(token)} bytes: expected {TOKEN_BYTES}")
-    return token
 
 
 if __name__ == "__main__":
