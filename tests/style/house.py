@@ -52,7 +52,7 @@ own between meetings: the outer step, meetings over the whole model or parts of 
 diagnosis, and a measured choice between them and codecs in each step; 590 for batches that a thread draws and
 copies ahead of the step, for what waits until the loop has them, and for workers by what is measured; 380 for
 kernels of codecs on a GPU, their trial at first use, and floats of 8 bits; 960 for a device that is compared with
-the CPU before it trains: codecs, buckets in lock step, streams, the engine; 40 for one seam to accelerators;
+the CPU before it trains (435 now): codecs, the engine; 40 for one seam to accelerators;
 200 for named operations on a device by groups of its backend; 20 for the memory of a device without NVML;
 190 for codec auto on a device; 70 for a check of its named operations; 2,080 for servers that hold parameters:
 processes and their protocol, requests applied once, snapshots, bounded staleness;
