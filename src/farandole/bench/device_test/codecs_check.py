@@ -132,7 +132,7 @@ def check_codec(subject: Subject, form: Form, other_bits: frozenset[str]) -> Che
     return Check(name, True, f"{tried}: {exact if by_bits else near}")
 
 
-class Outcome(NamedTuple):
+class CodecRun(NamedTuple):
     """What the steps by one codec brought, in CPU memory."""
 
     means: list[list[torch.Tensor]]
@@ -166,7 +166,7 @@ def _drawn(shape: tuple[int, ...], factor: float, spread: float) -> list[list[to
     return [[one() for _ in range(_RANKS)] for _ in range(_STEPS)]
 
 
-def run_codec(form: Form, gradients: Sequence[Sequence[torch.Tensor]], device: torch.device, how: str) -> Outcome:
+def run_codec(form: Form, gradients: Sequence[Sequence[torch.Tensor]], device: torch.device, how: str) -> CodecRun:
     """Exchange `gradients` on `device`. `how`: "engine", by what the engine runs; "eager", by the codec itself."""
     codec = make_codec(CodecSpec.parse(form.text))
     groups = [GroupRank(rank, _RANKS) for rank in range(_RANKS)]
@@ -185,10 +185,10 @@ def run_codec(form: Form, gradients: Sequence[Sequence[torch.Tensor]], device: t
             states = done.states
             means.append([mean.cpu().clone() for mean in done.means])
     kept = [leaves(state).get("residual") for state in states]
-    return Outcome(means, [each.cpu().clone() for each in kept if isinstance(each, torch.Tensor)])
+    return CodecRun(means, [each.cpu().clone() for each in kept if isinstance(each, torch.Tensor)])
 
 
-def fault_of(found: Outcome, expected: Outcome, *, by_bits: bool) -> str:
+def fault_of(found: CodecRun, expected: CodecRun, *, by_bits: bool) -> str:
     """Return how a run differs from the one expected; empty: it does not."""
     for step, ours in enumerate(found.means):
         if unequal := first_difference(ours[1:], ours[:1] * (len(ours) - 1), near=0.0):
@@ -196,8 +196,8 @@ def fault_of(found: Outcome, expected: Outcome, *, by_bits: bool) -> str:
     return difference(found, expected, by_bits=by_bits)
 
 
-def difference(found: Outcome, expected: Outcome, *, by_bits: bool) -> str:
-    """Return the first thing in which an outcome is not the one expected; empty: there is none."""
+def difference(found: CodecRun, expected: CodecRun, *, by_bits: bool) -> str:
+    """Return the first thing in which a run is not the one expected; empty: there is none."""
     near = 0.0 if by_bits else NEAR
     for step, (ours, theirs) in enumerate(zip(found.means, expected.means, strict=True)):
         if wrong := first_difference(ours, theirs, near=near):

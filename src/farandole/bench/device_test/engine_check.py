@@ -24,11 +24,11 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.apply import reducer_of
 from ...train.verify.verify import Check, fingerprint
-from .codecs_check import FORMS, ON_THE_CPU, WITHOUT_CODEC, Form, Outcome, difference, operations_with_other_bits
+from .codecs_check import FORMS, ON_THE_CPU, WITHOUT_CODEC, CodecRun, Form, difference, operations_with_other_bits
 from .subject import CPU, Subject
 
 _SHAPES = ((128, 64), (96, 50))
-"""Of whole blocks for up to eight ranks, and not."""
+"""Large enough for every codec; the first has whole blocks for up to eight ranks, the second has not."""
 _STEPS, _OVERFLOW = 6, 2
 _LEARNING_RATE, _CLIP_NORM, _INITIAL_SCALE = 0.1, 1.0, 64.0
 _ROWS, _COLUMNS = 3_000, 40
@@ -72,7 +72,7 @@ def check_engine(subject: Subject, world: World, *, scaled: bool) -> Check:
     return Check(name, True, f"{len(forms) // len(_SHAPES)} codecs: as on the CPU, equal on all ranks")
 
 
-def train(forms: Sequence[Form], world: World, device: torch.device, *, scaled: bool) -> list[Outcome]:
+def train(forms: Sequence[Form], world: World, device: torch.device, *, scaled: bool) -> list[CodecRun]:
     """Return what each codec came to on this rank, with a matrix for each on `device`; called by all ranks.
 
     `scaled`: with a loss scale, a step of infinity that it leaves out, clipping, and two passes a step.
@@ -104,7 +104,7 @@ def train(forms: Sequence[Form], world: World, device: torch.device, *, scaled: 
     entries = reducer.exchange_state()
     kept = [entries[name]["elements"].get("residual") if name in entries else None for name in names]
     return [
-        Outcome(
+        CodecRun(
             [[each[k]] for each in means],
             [each.cpu().clone() for each in kept[k : k + 1] if each is not None],
             [parameter.detach().cpu().clone()],
