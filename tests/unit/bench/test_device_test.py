@@ -7,7 +7,7 @@ import os
 import stat
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,20 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from farandole.bench.device_test import checks, device_test, facts, forms
-from farandole.bench.device_test.codecs_check import fault_of, gradients_of, run_codec
-from farandole.bench.device_test.forms import FORMS, OPERATIONS, Form, names, operations_with_other_bits
-from farandole.bench.device_test.subject import Subject, find_devices
+from farandole.bench.device_test import codecs_check, device_test
+from farandole.bench.device_test.codecs_check import (
+    FORMS,
+    OPERATIONS,
+    Form,
+    check_codec,
+    fault_of,
+    gradients_of,
+    operations_with_other_bits,
+    run_codec,
+)
+from farandole.bench.device_test.subject import Subject, describe, describe_rates, find_devices
 from farandole.bench.measure.follow_job import FollowedJob
 from farandole.cli.commands.cluster_test import main
-from farandole.comm.codecs.finite import is_finite
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.packing import BFloat16, Integers
 from farandole.comm.codecs.registry import runs_on_devices
@@ -30,8 +37,9 @@ from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.world import handshake
 from farandole.core.environ.nccl import nccl_host, share_device
+from farandole.core.vocabulary.codec_spec import NONE, OPTIONS, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
-from tests.simulated_device import HOST, OUTSIDE, SIDE, SimulatedDevice
+from tests.simulated_device import HOST, SIDE, SimulatedDevice
 from tests.threads import one_thread
 
 __all__ = ["one_thread"]
@@ -53,50 +61,25 @@ class WithHostCopies(SimulatedDevice):
 
 @dataclass(frozen=True)
 class SimulatedSubject(Subject):
-    """A simulated accelerator, which can show a wait that is missing and one of the host."""
+    """A simulated accelerator."""
 
     device: torch.device = CPU
-    left_out: tuple[str, ...] = ()
     wrong: Callable[[], AbstractContextManager[Any]] = nullcontext
     """What is wrong with the device while it is in use."""
-    wrong_under_load: Callable[[], AbstractContextManager[Any]] | None = None
-    """What delays do to it; None: it has no delays."""
-    entered: list[SimulatedDevice] = field(default_factory=list)
-
-    @property
-    def has_streams(self) -> bool:
-        return True
 
     @contextmanager
     def use(self) -> Generator[None, None, None]:
-        device = WithHostCopies(self.left_out)
-        self.entered.append(device)
+        device = WithHostCopies()
         simulate_device(CPU, device)
         try:
             # Native loops write where no operation is seen.
             with patch.object(NativeQuantize, "fits", lambda *_: False), self.wrong(), device:
                 yield
         finally:
-            device.left_out = frozenset()
             simulate_device(CPU, None)
-
-    def delays(self, seed: int) -> Any:
-        return None if self.wrong_under_load is None else self.wrong_under_load()
-
-    @contextmanager
-    def no_host_waits(self) -> Generator[None, None, None]:
-        device = self.entered[-1] if self.entered else None
-        known = len(device.host_waits) if device else 0
-        yield
-        waits = [] if device is None else device.host_waits[known:]
-        # Draws of a generator on the CPU are no numbers of the device.
-        waits = [each for each in waits if each != OUTSIDE and not each.startswith("packing.py")]
-        if waits:
-            raise RuntimeError(f"called a synchronizing operation: {waits}")
 
 
 NOTHING: frozenset[str] = frozenset()
-NO_WAIT = "no wait of the host"
 
 
 @contextmanager
@@ -127,74 +110,43 @@ def form(text: str) -> Form:
     return next(each for each in FORMS if each.text == text)
 
 
-def few(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
-    monkeypatch.setattr(checks, "FORMS", tuple(form(text) for text in texts))
-
-
 def test_every_codec_that_runs_on_devices_is_tried() -> None:
-    there = {name for name in names() if name != "threshold"}
-    assert {each.spec.name for each in FORMS} == there
-    assert all(runs_on_devices(each.spec) for each in FORMS)
+    there = set(OPTIONS) - {NONE, "threshold"}
+    assert {CodecSpec.parse(each.text).name for each in FORMS} == there
+    assert all(runs_on_devices(CodecSpec.parse(each.text)) for each in FORMS)
     assert {each.stands_on for each in FORMS} == {"", *OPERATIONS}
 
 
 @pytest.mark.parametrize("each", FORMS, ids=lambda each: each.text)
 def test_a_codec_passes_on_a_simulated_accelerator(each: Form) -> None:
     for subject in (SimulatedSubject(), Subject(CPU)):
-        check = checks.check_codec(subject, each, NOTHING)
+        check = check_codec(subject, each, NOTHING)
         assert check.passed, check.answer
         assert check.answer.endswith("the CPU's bits")
 
 
-@pytest.mark.parametrize("each", FORMS, ids=lambda each: each.text)
-def test_buckets_pass_on_a_simulated_accelerator(each: Form, monkeypatch: pytest.MonkeyPatch) -> None:
-    few(monkeypatch, each.text)
-    subject = SimulatedSubject()
-    assert [subject.entered, subject.has_streams] == [[], True]
-    for scaled in (False, True):
-        check = checks.check_buckets(subject, NOTHING, scaled=scaled)
-        assert check.passed, check.answer
-    check = checks.check_host_waits(subject)
-    assert check.passed, check.answer
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("left_out", ["launch", "end", "read"])
-def test_a_missed_wait_fails_by_name(left_out: str, scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    few(monkeypatch, "int8", "powersgd:2")
-    check = checks.check_buckets(SimulatedSubject(left_out=(left_out,)), NOTHING, scaled=scaled)
-    assert check.passed is False
-    assert check.answer.startswith("codec int8: Race: ")
-    assert 'codec = "none"' in check.remedy
-
-
-def test_other_bits_fail_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    few(monkeypatch, "fp16", "bf16")
+def test_other_bits_fail_by_name() -> None:
     subject = SimulatedSubject(wrong=rounded_otherwise)
-    check = checks.check_codec(subject, form("bf16"), NOTHING)
+    check = check_codec(subject, form("bf16"), NOTHING)
     assert check.passed is False
     assert check.name == "codec bf16"
     assert check.answer.startswith("1 elements: mean of step ")
     assert 'codec = "none"' in check.remedy
-    assert checks.check_codec(subject, form("fp16"), NOTHING).passed
-    for scaled in (False, True):
-        check = checks.check_buckets(subject, NOTHING, scaled=scaled)
-        assert check.passed is False
-        assert check.answer.startswith("codec bf16, rank 0: mean of step 0: ")
+    assert check_codec(subject, form("fp16"), NOTHING).passed
 
 
 def test_a_last_bit_is_rounding_where_the_device_divides_otherwise() -> None:
     """As where a division is a product with a reciprocal."""
     subject = SimulatedSubject(wrong=other_scales)
     int8 = form("int8")
-    strict = checks.check_codec(subject, int8, NOTHING)
+    strict = check_codec(subject, int8, NOTHING)
     assert strict.passed is False
     assert "numbers of tensor 0 differ" in strict.answer
-    lenient = checks.check_codec(subject, int8, frozenset({int8.stands_on}))
+    lenient = check_codec(subject, int8, frozenset({int8.stands_on}))
     assert lenient.passed, lenient.answer
     assert "the CPU's to rounding, equal on all ranks (division" in lenient.answer
     far = SimulatedSubject(wrong=partial(other_scales, 1.01))
-    assert checks.check_codec(far, int8, frozenset({int8.stands_on})).passed is False
+    assert check_codec(far, int8, frozenset({int8.stands_on})).passed is False
 
 
 def test_ranks_with_other_means_fail_even_where_bits_do_not_count() -> None:
@@ -209,36 +161,8 @@ def test_operations_are_compared_one_by_one(monkeypatch: pytest.MonkeyPatch) -> 
     assert operations_with_other_bits(CPU) == NOTHING
     drawn = iter(range(2))
     changed = dict(OPERATIONS) | {"mean of a block": lambda x: x + next(drawn)}
-    monkeypatch.setattr(forms, "OPERATIONS", changed)
+    monkeypatch.setattr(codecs_check, "OPERATIONS", changed)
     assert operations_with_other_bits(CPU) == {"mean of a block"}
-
-
-def test_streams_under_load() -> None:
-    assert checks.check_load(SimulatedSubject()).passed is None
-    steady = checks.check_load(SimulatedSubject(wrong_under_load=nullcontext))
-    assert steady.passed, steady.answer
-    disturbed = checks.check_load(SimulatedSubject(wrong_under_load=other_scales))
-    assert disturbed.passed is False
-    assert disturbed.answer.startswith("with delays: codec int8, rank 0: mean of step 1: ")
-
-
-def test_a_wait_of_the_host_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    few(monkeypatch, "bf16")
-
-    @contextmanager
-    def asked() -> Generator[None, None, None]:
-        unpack = BFloat16.unpack
-
-        def unpacked(self: BFloat16, packed: torch.Tensor, values: torch.Tensor) -> None:
-            unpack(self, packed, values)
-            is_finite(values)  # asks for a number
-
-        with patch.object(BFloat16, "unpack", unpacked):
-            yield
-
-    check = checks.check_host_waits(SimulatedSubject(wrong=asked))
-    assert check.passed is False
-    assert check.answer.startswith("codec bf16: RuntimeError: called a synchronizing operation: ['finite.py:")
 
 
 def test_a_check_that_raises_has_failed() -> None:
@@ -247,18 +171,8 @@ def test_a_check_that_raises_has_failed() -> None:
         with patch.object(BFloat16, "pack", side_effect=RuntimeError("CUDA error: misaligned address\nmore")):
             yield
 
-    check = checks.check_codec(SimulatedSubject(wrong=broken), form("bf16"), NOTHING)
+    check = check_codec(SimulatedSubject(wrong=broken), form("bf16"), NOTHING)
     assert (check.passed, check.answer) == (False, "RuntimeError: CUDA error: misaligned address")
-
-
-def test_a_device_without_streams_is_not_checked_for_them() -> None:
-    subject = Subject(CPU)
-    for check in (
-        checks.check_buckets(subject, NOTHING, scaled=False), checks.check_load(subject),
-        checks.check_host_waits(subject),
-    ):  # fmt: skip
-        assert check.passed is None
-        assert check.answer.startswith("cpu: ")
 
 
 # -- which devices there are -----------------------------------------------------------------------
@@ -308,7 +222,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *jobs: FollowedJob) -> list[list[st
     return started
 
 
-def test_one_device_is_checked_in_lock_step_alone(
+def test_one_device_that_takes_one_rank_has_no_engine_check(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = answers(monkeypatch, FollowedJob(0, {"devices": 1, "checks": [MEASURED, OK]}, []))
@@ -316,7 +230,7 @@ def test_one_device_is_checked_in_lock_step_alone(
     assert len(started) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "   measured  copies: 3 TB/s"
-    assert lines[2] == "not checked  engine on ranks: one device: only in lock step"
+    assert lines[2] == "not checked  engine on ranks: one device of this kind takes one rank"
     assert lines[-1] == "PASSED"
 
 
@@ -420,8 +334,8 @@ def test_without_a_cache_nothing_is_kept(cache: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_facts_of_a_device() -> None:
-    assert facts.describe(CPU).startswith("device cpu, farandole ")
-    assert facts.describe_rates(CPU).endswith("GB/s of memory read and written")
+    assert describe(CPU).startswith("device cpu, farandole ")
+    assert describe_rates(CPU).endswith("GB/s of memory read and written")
 
 
 def test_norms_of_all_lengths_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

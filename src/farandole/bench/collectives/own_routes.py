@@ -1,8 +1,7 @@
-"""The reducer's own ways to exchange, for ``farandole bench collectives``: shared memory, connections, and both.
+"""The reducer's own ways to exchange, for ``farandole bench collectives``: connections, and memory inside hosts.
 
 Each `make_` returns a callable as `routes` asks for. Tensors lie in shared memory in the reducer, and here they
-are copied into it, which is part of the time (the reducer does it when it loads a bucket); they are not copied out
-unless parts must be put side by side.
+are copied into it, which is part of the time (the reducer does it when it loads a bucket), and not out of it.
 """
 
 from __future__ import annotations
@@ -41,45 +40,6 @@ class Connections:
         self.conductor.close()
 
 
-class Rooms:
-    """Shared tensors, one for each length: a row for every rank, beginning on a cache line."""
-
-    def __init__(self, world: World) -> None:
-        try:
-            self._memory = SharedMemory.connect(world, timeout_seconds=world.timeout_seconds)
-        except Unavailable as problem:
-            raise NotMeasurable(str(problem)) from None
-        self._size = world.size
-        self._tensors: dict[int, SharedTensor] = {}
-
-    def load(self, tensor: torch.Tensor) -> tuple[SharedTensor, torch.Tensor]:
-        """Copy `tensor` into shared memory; return its place, and the same as (rank, part of it)."""
-        count = tensor.numel() // self._size
-        padded = -(-count // _LINE_ELEMENTS) * _LINE_ELEMENTS
-        if count not in self._tensors:
-            self._tensors[count] = self._memory.allocate(padded * self._size, tensor.dtype)
-        shared = self._tensors[count]
-        rows = shared.mine.view(self._size, padded)[:, :count]
-        rows.copy_(tensor.view(self._size, count))
-        return shared, rows
-
-
-def make_shared(operation: str, world: World) -> Run:
-    """Return `operation` in shared memory; raise `NotMeasurable` on several hosts."""
-    if world.node_count > 1:
-        raise NotMeasurable(f"the ranks are on {world.node_count} hosts")
-    rooms = Rooms(world)
-
-    def run(tensor: torch.Tensor) -> torch.Tensor:
-        shared, rows = rooms.load(tensor)
-        if operation == "reduce_scatter":
-            return shared.reduce_scatter()[: rows.shape[1]]
-        getattr(shared, operation)()
-        return rows.reshape(-1)
-
-    return run
-
-
 def make_hierarchical(world: World) -> Run:
     """Return the all-reduce in shared memory inside hosts, over connections across.
 
@@ -90,14 +50,23 @@ def make_hierarchical(world: World) -> Run:
     if world.node_count == 1 or len(sizes) > 1 or sizes == {1}:
         raise NotMeasurable("needs several hosts of equally many ranks, two at least")
     across = RankGroup(tuple(r for r, (_, local) in enumerate(places) if local == world.local_rank), world.rank)
-    rooms, connections = Rooms(world), Connections(world)
+    try:
+        memory = SharedMemory.connect(world, timeout_seconds=world.timeout_seconds)
+    except Unavailable as problem:
+        raise NotMeasurable(str(problem)) from None
+    connections = Connections(world)
+    tensors: dict[int, SharedTensor] = {}
 
     def run(tensor: torch.Tensor) -> torch.Tensor:
-        shared, rows = rooms.load(tensor)
+        count, unit = tensor.numel(), _LINE_ELEMENTS * world.size
+        if count not in tensors:
+            tensors[count] = memory.allocate(-(-count // unit) * unit, tensor.dtype)
+        shared = tensors[count]
+        found = shared.mine[:count].copy_(tensor)
         begin, end = shared.slice_bounds(world.local_rank)
         items = _sums(shared.mine[begin:end], across)
         connections.conductor.submit(items, prepare=shared.reduce_scatter, complete=shared.all_gather).wait()
-        return rows.reshape(-1)
+        return found
 
     return run
 

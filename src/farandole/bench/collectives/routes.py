@@ -53,15 +53,6 @@ def _gloo_all_gather(world: World) -> Run:
     return run
 
 
-def _shared(operation: str) -> Make:
-    def make(world: World) -> Run:
-        from .own_routes import make_shared
-
-        return make_shared(operation, world)
-
-    return make
-
-
 def _connections(operation: str) -> Make:
     def make(world: World) -> Run:
         from .own_routes import make_connections
@@ -93,6 +84,5 @@ def _parts(world: World) -> Run:
 ROUTES: dict[str, CollectiveRoute] = {
     "gloo": CollectiveRoute("gloo's own collectives", _gloo_all_reduce, _gloo_reduce_scatter, _gloo_all_gather),
     "connections": CollectiveRoute("ours, over our own connections", *map(_connections, OPERATIONS)),
-    "shared": CollectiveRoute("ours, in memory that the ranks of one host share", *map(_shared, OPERATIONS)),
     "hierarchical": CollectiveRoute("ours, shared memory inside hosts and connections across", _hierarchical),
 }

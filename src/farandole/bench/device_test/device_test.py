@@ -21,6 +21,7 @@ _MOST_RANKS = 8
 SHARED_KINDS = ("cpu", "cuda")
 """Whose backend takes several ranks of one device: NCCL by sockets, where they name hosts of their own."""
 _RANKS_OF_ONE = 2
+_NO_ENGINE = "one device of this kind takes one rank"
 
 
 def prove_device(kind: str, *, say: Say) -> Proof:
@@ -38,9 +39,7 @@ def prove_device(kind: str, *, say: Say) -> Proof:
     devices = int(alone.result["devices"])
     ranks = _RANKS_OF_ONE if kind in SHARED_KINDS and devices == 1 else min(devices, _MOST_RANKS)
     if ranks == 1:
-        checks.append(
-            {"name": "engine on ranks", "passed": None, "answer": "one device: only in lock step", "remedy": ""}
-        )
+        checks.append({"name": "engine on ranks", "passed": None, "answer": _NO_ENGINE, "remedy": ""})
         return Proof(checks, 1, 1, seconds=time.monotonic() - begin)
     say(f"the engine on {ranks} ranks")
     passed = all(check["passed"] is not False for check in checks)

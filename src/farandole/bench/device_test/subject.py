@@ -1,22 +1,22 @@
-"""The device under test: whether it is there, and what its kind lets a check do with it."""
+"""The device under test: whether it is there, and what is reported of it and not judged."""
 
 from __future__ import annotations
 
-import random
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...comm.device.accelerator import GPU, accelerators, host_waits_are_errors, sleep_cycles
+from ...comm.device.accelerator import accelerators, memory_of, synchronize
+from ...comm.device.tested import versions_of
 from ...core.vocabulary.errors import ConfigError
 
-CPU = "cpu"
-_MOST_DELAY_CYCLES = 200_000
-"""About a tenth of a millisecond."""
-_DELAYED_SHARE = 0.15
+CPU = torch.device("cpu")
+_COPIED_BYTES = 256 << 20
+_COPIES = 5
+_SHARE_OF_FREE_MEMORY = 8
 
 
 @dataclass(frozen=True)
@@ -25,27 +25,14 @@ class Subject:
 
     device: torch.device
 
-    @property
-    def has_streams(self) -> bool:
-        """Whether it runs behind the host."""
-        return self.device.type != CPU
-
     def use(self) -> AbstractContextManager[Any]:
         """Return what is entered while the device is in use."""
         return nullcontext()
 
-    def delays(self, seed: int) -> AbstractContextManager[Any] | None:
-        """Return what lets the device wait before operations drawn by `seed`; None where it has no such wait."""
-        return _Delays(seed) if self.device.type == GPU else None
-
-    def no_host_waits(self) -> AbstractContextManager[Any] | None:
-        """Return what makes a host that waits for the device an error; None where torch does not look."""
-        return host_waits_are_errors() if self.device.type == GPU else None
-
 
 def find_devices(kind: str) -> int:
     """Return how many devices of a kind there are; raise `ConfigError`, with what torch sees, if there is none."""
-    if kind == CPU:
+    if kind == CPU.type:
         return 1
     found, count = accelerators()
     if found == kind:
@@ -61,14 +48,41 @@ def find_devices(kind: str) -> int:
     raise ConfigError(f"--device {kind}: torch {torch.__version__} ({built}) sees {seen}", remedy=remedy)
 
 
-class _Delays(TorchDispatchMode):
-    """Lets the current stream of a CUDA device sleep before some operations."""
+def describe(device: torch.device) -> str:
+    """Return versions, the device's name and its free memory."""
+    words = [f"{name} {value}" for name, value in versions_of(device).items() if value]
+    if device != CPU:
+        memory = memory_of(device)
+        known = memory and f"{memory.free / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+        words.append(known or "memory not known")
+    return ", ".join(words)
 
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self._drawn = random.Random(seed)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._drawn.random() < _DELAYED_SHARE:
-            sleep_cycles(self._drawn.randrange(_MOST_DELAY_CYCLES))
-        return func(*args, **(kwargs or {}))
+def describe_rates(device: torch.device) -> str:
+    """Return the rates of copies on the device, and from it to memory of the host: pinned, where it can be."""
+    memory = memory_of(device)
+    nbytes = _COPIED_BYTES // 4 if memory is None else min(_COPIED_BYTES, memory.free // _SHARE_OF_FREE_MEMORY)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    # A copy reads each byte and writes it.
+    told = [f"{2 * _copied_per_second(device, source, target) / 1e9:.1f} GB/s of memory read and written"]
+    if device != CPU:
+        try:
+            host, where = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True), "pinned"
+        except RuntimeError:
+            host, where = torch.empty(nbytes, dtype=torch.uint8), "not pinned"
+        told.append(f"{_copied_per_second(device, source, host) / 1e9:.1f} GB/s to the host ({where})")
+        told.append(f"{_copied_per_second(device, host, source) / 1e9:.1f} GB/s from it")
+    return ", ".join(told)
+
+
+def _copied_per_second(device: torch.device, source: torch.Tensor, target: torch.Tensor) -> float:
+    """Return bytes a second of the fastest of some copies on `device`, or from or to it."""
+    best = float("inf")
+    for _ in range(_COPIES):
+        synchronize(device)
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return source.nbytes / best

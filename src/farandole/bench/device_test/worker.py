@@ -18,8 +18,9 @@ import farandole as fd
 from ...comm.device.tested import keep_tested
 from ...core.environ.nccl import share_device
 from ...core.vocabulary.errors import ConfigError
-from .checks import check_alone, check_engine, check_named
+from .codecs_check import check_alone
 from .device_test import SHARED_KINDS
+from .engine_check import check_engine, check_named
 from .subject import CPU, Subject, find_devices
 
 
@@ -36,18 +37,19 @@ def main() -> None:
         return
     share_device(devices)
     world = fd.init(device=None if options.kind == "cuda" else CPU)
-    device = world.device if options.kind in ("cuda", CPU) else torch.device(options.kind, world.local_rank)
+    device = world.device if options.kind in SHARED_KINDS else torch.device(options.kind, world.local_rank)
     torch.manual_seed(0)
     subject = Subject(device)
     if world.size == 1:
-        checks = check_alone(subject, lambda line: _say({"progress": line}))
+        _say({"progress": "codecs in lock step"})
+        checks = check_alone(subject)
     else:
         checks = [check_engine(subject, world, scaled=scaled) for scaled in (False, True)]
         checks.append(check_named(subject, world))
     if world.rank == 0:
         passed = all(each.passed is not False for each in checks)
         is_last = options.keep or (world.size == 1 and devices == 1 and options.kind not in SHARED_KINDS)
-        if passed and is_last and subject.has_streams:
+        if passed and is_last and device != CPU:
             keep_tested(device)
         _say({"result": {"devices": devices, "ranks": world.size, "checks": [vars(each) for each in checks]}})
     fd.shutdown()

@@ -188,25 +188,6 @@ def timing_event(device: torch.device) -> torch.Event:
     return torch.Event(device, enable_timing=True)
 
 
-# -- CUDA alone ------------------------------------------------------------------------------------
-
-
-def sleep_cycles(cycles: int) -> None:
-    """Let the current stream of a CUDA device do nothing for so many of its cycles."""
-    torch.cuda._sleep(cycles)
-
-
-@contextmanager
-def host_waits_are_errors() -> Generator[None, None, None]:
-    """Let CUDA raise `RuntimeError` in a block where the host would wait for the device."""
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
-
-
 def _module(device: torch.device) -> Any:
     return torch.get_device_module(device)
 

@@ -65,7 +65,7 @@ class StreamConductor:
         See [Note: two waits]. What is done before and behind the items is told by the thread that trains.
         """
         work = StreamWork(self.streams)
-        with self._on_side([self.streams.record()], [work]):
+        with self._on_side(work):
             if prepare is not None:
                 prepare()
             for item in items:
@@ -76,7 +76,7 @@ class StreamConductor:
     def all_reduce(self, tensor: torch.Tensor) -> StreamWork:
         """Sum `tensor` over the ranks, in place, in its turn among what is submitted."""
         work = StreamWork(self.streams)
-        with self._on_side([self.streams.record()], [work]):
+        with self._on_side(work):
             all_reduce(tensor, self._group_of(None))
         return work
 
@@ -86,7 +86,7 @@ class StreamConductor:
     def seconds_of(self, message: Message, circle: RankGroup) -> float:
         """Return the seconds of one exchange, called by all ranks between two steps; the host waits for it."""
         work = StreamWork(self.streams)
-        with self._on_side([self.streams.record()], [work]):
+        with self._on_side(work):
             begin = self.streams.mark()
             exchange_by_group(message, circle.seat, self._group_of(circle))
             end = self.streams.mark()
@@ -99,15 +99,13 @@ class StreamConductor:
         return found
 
     @contextmanager
-    def _on_side(self, ready: Sequence[Any], works: Sequence[StreamWork]) -> Generator[None, None, None]:
-        """Let a block go to the side stream, behind the events `ready`; `works` are done behind the block."""
+    def _on_side(self, work: StreamWork) -> Generator[None, None, None]:
+        """Let a block go to the side stream, behind what the current one was told; `work` is done behind it."""
+        ready = self.streams.record()
         with self.streams.on(self.streams.side), torch.no_grad():
-            for event in ready:
-                self.streams.wait(event)
+            self.streams.wait(ready)
             yield
-            done = self.streams.record()
-            for work in works:
-                work._done = done
+            work._done = self.streams.record()
 
     def _carry(self, work: StreamWork, message: Message | PieceExchange, circle: RankGroup) -> torch.Tensor:
         assert isinstance(message, Message), "on a device all ranks exchange, whole tensors"
