@@ -16,9 +16,9 @@ from prometheus_client.parser import text_string_to_metric_families as prometheu
 
 from farandole.cli.commands.formats.export import FORMATS as OFFERED
 from farandole.core.vocabulary.errors import ConfigError, DataError
-from farandole.observe.export import FORMATS, export_run
+from farandole.observe.export.chrome import Span, nested
+from farandole.observe.export.formats import FORMATS, export_run
 from farandole.observe.export.source import load
-from farandole.observe.export.spans import Span, nested
 from farandole.observe.export.tensorboard import COLOURS, breakdown
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, WALL_SECONDS, make_phased_run
@@ -216,7 +216,7 @@ def test_bad_input_is_refused_in_one_line(phased: Path, tmp_path: Path) -> None:
         ([str(phased), "--to", "chorme"], "invalid choice: 'chorme'"),
         ([str(phased)], "the following arguments are required: --to"),
         ([str(phased), "--to", "tensorboard", "-o", str(tmp_path / "file")], "is no folder"),
-        ([str(phased), "--to", "chrome", "-o", str(tmp_path / "empty")], "it is a directory"),
+        ([str(phased), "--to", "chrome", "-o", str(tmp_path / "empty")], "Is a directory"),
         ([str(phased), "--to", "chrome", "-o", str(tmp_path / "file" / "x")], "cannot write"),
         ([str(phased), "--to", "chrome", "--steps", "9-3"], "--steps '9-3': expected a range of steps"),
     ]:

@@ -1,4 +1,4 @@
-"""The figures of a run as families of metrics: names, types, units and labels for monitoring systems.
+"""The figures of a run as text for Prometheus, for the node exporter's textfile collector, or as OpenMetrics.
 
 Labels: ``run`` on everything, ``rank`` and ``host`` where it is a rank's; never a label a step.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.events import Sample
@@ -14,7 +15,7 @@ from ..figures.device_time import rows_of
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline
-from .extras import needed
+from .output import needed, write_output
 from .source import ExportSource, wall_seconds
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
@@ -26,13 +27,28 @@ _RATE = "Throughput of all ranks, after warm-up."
 
 def _family(name: str, kind: str, text: str, unit: str = "") -> Any:
     """Return an empty family; `name` ends with its unit where it has one, a counter's has no ``_total``."""
-    return needed("prometheus_client.metrics_core", "prometheus", "this format").Metric(name, text, kind, unit)
+    return needed("prometheus_client.metrics_core", "prometheus").Metric(name, text, kind, unit)
 
 
 def _add(family: Any, labels: Labels, value: float | None, suffix: str = "") -> None:
     """Add a value; what is not known, or not a number, is left out."""
     if value is not None and math.isfinite(value):
         family.add_sample(family.name + (suffix or _SUFFIXES.get(family.type, "")), labels, value)
+
+
+def write_prometheus(records: ExportSource, out: Path) -> list[Path]:
+    """Write the metrics to `out`, renamed into place as the collector wants it; return what was written."""
+    return _write("prometheus_client.exposition", records, out)
+
+
+def write_openmetrics(records: ExportSource, out: Path) -> list[Path]:
+    """Write the metrics to `out` in the OpenMetrics text format; return what was written."""
+    return _write("prometheus_client.openmetrics.exposition", records, out)
+
+
+def _write(exposition: str, records: ExportSource, out: Path) -> list[Path]:
+    text: bytes = needed(exposition, "prometheus").generate_latest(RunCollector(records))
+    return [write_output(out, [text])]
 
 
 class RunCollector:

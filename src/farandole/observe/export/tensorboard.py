@@ -23,9 +23,8 @@ from ..figures.summary import weighted_loss
 from ..format.phases import step_seconds
 from ..format.rows import StepRow
 from ..read.timeline_reader import RankTimeline
-from .extras import needed
 from .metrics import phase_totals
-from .output import write_bytes
+from .output import needed, write_output
 from .source import ExportSource, rows_by_step
 
 _T = TypeVar("_T")
@@ -54,16 +53,16 @@ def write_tensorboard(records: ExportSource, out: Path) -> list[Path]:
         raise ConfigError(f"{out} is no folder: this format is one folder a rank", remedy="choose one with -o OUT")
     wall = records.epoch_seconds
     name = f"events.out.tfevents.{int(wall)}.farandole"
-    written = [write_bytes(out / "all" / name, _file_of(wall, _all_events(records)))]
+    written = [write_output(out / "all" / name, _file_of(wall, _all_events(records)))]
     for timeline in records.timelines:
         events = _rank_events(timeline, wall - records.zero_of(timeline))
-        written.append(write_bytes(out / f"rank{timeline.started.rank}" / name, _file_of(wall, events)))
+        written.append(write_output(out / f"rank{timeline.started.rank}" / name, _file_of(wall, events)))
     return written
 
 
 def _file_of(wall_seconds: float, events: Iterable[Any]) -> Iterator[bytes]:
     """Yield the pieces of an event file: its version, then the events."""
-    records = needed("tensorboard.summary.writer.record_writer", "tensorboard", "this format")
+    records = needed("tensorboard.summary.writer.record_writer", "tensorboard")
     for event in chain([_event(wall_seconds, file_version="brain.Event:2")], events):
         piece = io.BytesIO()
         records.RecordWriter(piece).write(event.SerializeToString())
@@ -71,7 +70,7 @@ def _file_of(wall_seconds: float, events: Iterable[Any]) -> Iterator[bytes]:
 
 
 def _event(wall_seconds: float, **facts: Any) -> Any:
-    made = needed("tensorboard.compat.proto.event_pb2", "tensorboard", "this format")
+    made = needed("tensorboard.compat.proto.event_pb2", "tensorboard")
     return made.Event(wall_time=wall_seconds, **facts)
 
 
@@ -141,9 +140,7 @@ def _thin(values: Sequence[_T]) -> Sequence[_T]:
 
 def breakdown(timelines: Sequence[RankTimeline]) -> Any:
     """Draw a bar a rank, a `PIL.Image.Image`: mean seconds of a step by phase, longest as wide as it."""
-    pillow = {
-        name: needed(f"PIL.{name}", "tensorboard", "this format") for name in ("Image", "ImageDraw", "ImageFont")
-    }
+    pillow = {name: needed(f"PIL.{name}", "tensorboard") for name in ("Image", "ImageDraw", "ImageFont")}
     shown = [timeline for timeline in timelines if timeline.step_count][:RANKS_DRAWN]
     means = [{k: v / timeline.step_count for k, v in phase_totals(timeline).items()} for timeline in shown]
     names = [name for name in (*STEP_PHASES, OTHER) if any(mean.get(name, 0) > 0 for mean in means)]
