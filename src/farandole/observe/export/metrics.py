@@ -119,7 +119,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
         _add(steps, labels, timeline.step_count)
         _add(samples, labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
         _add(sent, labels, sum(row.sent_bytes for row in rows) + sum(row.sent_bytes for row in thinned))
-        for phase, seconds in phase_totals(timeline).items():
+        for phase, seconds in _phase_totals(timeline).items():
             _add(phases, {**labels, "phase": phase}, seconds)
         lengths = sorted(row.end_seconds - row.begin_seconds for row in rows)
         for quantile in QUANTILES if lengths else ():
@@ -134,7 +134,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
     return [steps, samples, sent, phases, times, last]
 
 
-def phase_totals(timeline: RankTimeline) -> dict[str, float]:
+def _phase_totals(timeline: RankTimeline) -> dict[str, float]:
     """Return a rank's seconds by phase over the whole run."""
     total: dict[str, float] = {}
     for part in [*(step_seconds(row) for row in rows_of(timeline)), *(row.seconds for row in timeline.thinned)]:
