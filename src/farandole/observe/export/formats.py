@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from .chrome import write_chrome
-from .metrics import write_openmetrics, write_prometheus
+from .metrics import write_metrics
 from .source import ExportSource, load
 from .tensorboard import write_tensorboard
 
@@ -30,8 +31,10 @@ class Format:
 FORMATS = {
     "chrome": Format(write_chrome, "trace.json"),
     "tensorboard": Format(write_tensorboard, "tensorboard"),
-    "prometheus": Format(write_prometheus, "metrics.prom"),
-    "openmetrics": Format(write_openmetrics, "metrics.openmetrics"),
+    "prometheus": Format(partial(write_metrics, "prometheus_client.exposition"), "metrics.prom"),
+    "openmetrics": Format(
+        partial(write_metrics, "prometheus_client.openmetrics.exposition"), "metrics.openmetrics"
+    ),
 }
 
 

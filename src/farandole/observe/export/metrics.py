@@ -36,17 +36,8 @@ def _add(family: Any, labels: Labels, value: float | None, suffix: str = "") -> 
         family.add_sample(family.name + (suffix or _SUFFIXES.get(family.type, "")), labels, value)
 
 
-def write_prometheus(records: ExportSource, out: Path) -> list[Path]:
-    """Write the metrics to `out`, renamed into place as the collector wants it; return what was written."""
-    return _write("prometheus_client.exposition", records, out)
-
-
-def write_openmetrics(records: ExportSource, out: Path) -> list[Path]:
-    """Write the metrics to `out` in the OpenMetrics text format; return what was written."""
-    return _write("prometheus_client.openmetrics.exposition", records, out)
-
-
-def _write(exposition: str, records: ExportSource, out: Path) -> list[Path]:
+def write_metrics(exposition: str, records: ExportSource, out: Path) -> list[Path]:
+    """Write the metrics as a module `exposition` does, renamed into place as the collector wants it."""
     text: bytes = needed(exposition, "prometheus").generate_latest(RunCollector(records))
     return [write_output(out, [text])]
 
