@@ -40,7 +40,7 @@ _COUNTERS = [
     ("accelerator (share)", "busy", "gpu_share", 1),
     ("accelerator memory (MiB)", "used", "gpu_used_bytes", 2**20),
 ]
-"""Of the host: name, name of the value, where a sample has it, and its unit."""
+"""Facts of the host: name, name of the value, where a sample has it, and its unit."""
 
 
 @dataclass(frozen=True)
