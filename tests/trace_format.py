@@ -25,8 +25,9 @@ OPTIONAL = {"M": set[str](), "B": set[str](), "E": {"args"}, "X": set[str](), "i
 
 
 def check(path: Path, *, ended: bool = True) -> Trace:
-    """Return the events of the file; with `ended`, nothing may still be open."""
-    events: Trace = json.loads(path.read_text(encoding="utf-8"))
+    """Return the events of the file; with `ended`, nothing may still be open, the array included."""
+    text = path.read_text(encoding="utf-8")
+    events: Trace = json.loads(text if ended or text.endswith("]\n") else text + "]")
     assert isinstance(events, list)
     stacks: dict[int, list[str]] = defaultdict(list)
     times: dict[int, float] = defaultdict(float)

@@ -12,6 +12,7 @@ import pytest
 
 from farandole.core.vocabulary import events
 from farandole.observe.diagnose import diagnose, to_text
+from farandole.observe.export.operation_timeline import timeline_path
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
 from farandole.observe.format.phases import step_seconds
 from farandole.observe.format.rows import StepRow
@@ -19,7 +20,6 @@ from farandole.observe.live.state import read_state
 from farandole.observe.read.run_reader import read_run
 from farandole.observe.read.timeline_reader import RankTimeline
 from farandole.observe.report import write_report
-from farandole.observe.trace.operation_timeline import timeline_path
 from tests.ranks.keras_jobs import finish, needs_compiler, needs_tensorflow, start
 from tests.ranks.keras_records_script import BATCH, BATCH_SECONDS, EPOCHS, MORE, SAVE_SECONDS, STEPS
 

@@ -97,8 +97,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("diagnose/finders", "one file for each cause that a diagnosis can name, and their disjoint costs"),
         ("diagnose", "where a run's time goes, and how to improve it: `diagnose` a run directory, `compare` two"),
         ("live", "a run while it goes on: what each rank does now, from the ends of its files"),
-        ("trace", "traces for Chrome and Perfetto: the named operations and the buckets of a run"),
-        ("export", "a run in the formats of other tools: one file per format"),
+        (
+            "export",
+            "a run in the formats of other tools: one file per format; the timeline of operations",
+        ),
         ("record", "recording while a run trains: events to rows, host samples, traffic, progress"),
         (
             "report/content",

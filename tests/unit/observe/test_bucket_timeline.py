@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 
 from farandole.core.vocabulary.events import DataWait, Exchange
-from farandole.observe.trace.bucket_timeline import BucketTimeline, lane_name
-from farandole.observe.trace.operation_timeline import OperationTimeline
+from farandole.observe.export.operation_timeline import BucketTimeline, OperationTimeline, lane_name
 from tests import trace_format
 
 
 def test_every_bucket_is_a_lane_and_the_exchange_shows_its_wait(tmp_path: Path) -> None:
-    log = OperationTimeline(tmp_path / "t.json", 0, 2)
+    log = OperationTimeline(0, 2)
+    log.start(tmp_path / "t.json")
     now = time.monotonic()
     buckets = BucketTimeline(log, lambda: [["fc.weight", "fc.bias"], ["conv.weight"]])
     for step in range(3):
@@ -20,7 +20,7 @@ def test_every_bucket_is_a_lane_and_the_exchange_shows_its_wait(tmp_path: Path) 
         buckets.record(DataWait(begin, begin + 0.05, 8))
         buckets.record(Exchange((begin + 0.1, begin + 0.2), begin + 0.3, begin + 0.5, 4096))
     buckets.record(Exchange((), now + 3, now + 3, 0))
-    log.close()
+    log.stop()
     events = trace_format.check(tmp_path / "t.json")
     whole = "gradients: fc.weight, fc.bias, conv.weight"
     assert list(trace_format.names(events)) == [whole, "bucket 0: fc.weight, fc.bias", "bucket 1: conv.weight"]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.vocabulary.errors import DataError
-from farandole.observe.trace.merge_timelines import merge_timelines
-from farandole.observe.trace.operation_events import OperationEvents
-from farandole.observe.trace.trace_file import TraceFile
+from farandole.core.vocabulary.errors import ConfigError, DataError
+from farandole.observe.export.merge_timelines import merge_timelines
+from farandole.observe.export.operation_timeline import OperationEvents
+from farandole.observe.export.trace_file import TraceFile
 from tests import trace_format
 
 
@@ -147,5 +147,5 @@ def test_the_commands_errors_are_those_of_bad_usage(
 def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "0.json", 0, 5, "a")
     (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"cannot write .*all\.json"):
+    with pytest.raises(ConfigError, match=r"cannot write .*all\.json"):
         merge_timelines([path], tmp_path / "file" / "all.json")

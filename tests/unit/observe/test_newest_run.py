@@ -15,16 +15,17 @@ from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import make_phased_run
 
 
-def test_the_newest_is_the_one_that_was_started_last(tmp_path: Path) -> None:
+def test_the_newest_is_the_one_that_was_started_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"no RUN was given, and .*runs/ holds none"):
-        newest_run(tmp_path / "runs")
+        newest_run()
     for name, when in (("z", 1), ("a", 3), ("m", 2)):
-        path = tmp_path / name / RUN
-        path.parent.mkdir()
+        path = Path("runs", name, RUN)
+        path.parent.mkdir(parents=True)
         path.write_text("{}")
         os.utime(path, (when, when))
-    (tmp_path / "later").mkdir()
-    assert newest_run(tmp_path) == tmp_path / "a", "a directory without run.json is no run"
+    Path("runs/later").mkdir()
+    assert newest_run() == Path("runs/a"), "a directory without run.json is no run"
 
 
 def test_diagnose_report_and_top_take_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -137,26 +137,28 @@ def is_dispensable(run_directory: Path, rank: int) -> bool:
     return (run_directory / DISPENSABLE / f"rank_{rank}").exists()
 
 
-def write_private(path: Path, content: str | bytes) -> None:
+def write_private(path: Path, content: str | bytes | Iterable[bytes]) -> None:
     """Write a file of mode 0600 beside its place and rename it, so that no reader sees half of it.
 
-    What is there and is no file (a pipe, a device) is written to, not replaced. Raises OSError and leaves nothing.
+    What is there and is no file (a pipe, a device) is written to, not replaced. Pieces are written as they come.
+    Raises OSError and leaves nothing.
     """
-    data = content.encode() if isinstance(content, str) else content
+    content = content.encode() if isinstance(content, str) else content
+    pieces = [content] if isinstance(content, bytes) else content
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(data)
+        with path.open("wb") as file:
+            file.writelines(pieces)
         return
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.unlink(missing_ok=True)  # of a process that had our number, or a link that was put there
         descriptor = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            file.writelines(pieces)
         aside.replace(path)
-    except OSError:
+    finally:
         aside.unlink(missing_ok=True)
-        raise
 
 
 @dataclass(frozen=True)

@@ -102,9 +102,9 @@ class HorovodBasics:
         from ...comm.named_ops.engine import NamedOpsEngine
         from ...comm.named_ops.operations.request import NamedOpsSettings
         from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
+        from ...observe.export.operation_timeline import OperationTimeline
         from ...train.session import init
         from .layout import find_layout
-        from .operation_logs import SwitchedLog
 
         self._opened_world = not has_world()
         said_seconds = plan.plan.timeout_seconds if "timeout_seconds" in plan.sources else None
@@ -112,7 +112,7 @@ class HorovodBasics:
         if world.rank == 0:
             for warning in settings.warnings:
                 warnings.warn(f"farandole: {warning}", RuntimeWarning, stacklevel=4)
-        log = SwitchedLog(world.rank, world.size)
+        log = OperationTimeline(world.rank, world.size)
         said_bytes = plan.plan.bucket_bytes or None
         give_up_seconds = settings.stall_shutdown_seconds or said_seconds or 0.0
         wanted = NamedOpsSettings(

@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from ...comm.world.world import World
     from ...core.environ.horovod_variables import HorovodVariables
     from ...core.environ.job_plan import JobPlan
+    from ...observe.export.operation_timeline import OperationTimeline
     from .layout import Layout
-    from .operation_logs import SwitchedLog
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -19,7 +19,12 @@ class Running:
     """What there is between `init` and `shutdown`."""
 
     def __init__(
-        self, world: World, engine: NamedOpsEngine, settings: HorovodVariables, log: SwitchedLog, plan: JobPlan
+        self,
+        world: World,
+        engine: NamedOpsEngine,
+        settings: HorovodVariables,
+        log: OperationTimeline,
+        plan: JobPlan,
     ) -> None:
         self.world = world
         self.plan = plan

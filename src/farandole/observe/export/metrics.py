@@ -1,4 +1,4 @@
-"""The figures of a run as families of metrics: names, types, units and labels for monitoring systems.
+"""The figures of a run as text for Prometheus, for the node exporter's textfile collector, or as OpenMetrics.
 
 Labels: ``run`` on everything, ``rank`` and ``host`` where it is a rank's; never a label a step.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.events import Sample
@@ -14,7 +15,7 @@ from ..figures.device_time import rows_of
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline
-from .extras import needed
+from .output import needed, write_output
 from .source import ExportSource, wall_seconds
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
@@ -26,13 +27,19 @@ _RATE = "Throughput of all ranks, after warm-up."
 
 def _family(name: str, kind: str, text: str, unit: str = "") -> Any:
     """Return an empty family; `name` ends with its unit where it has one, a counter's has no ``_total``."""
-    return needed("prometheus_client.metrics_core", "prometheus", "this format").Metric(name, text, kind, unit)
+    return needed("prometheus_client.metrics_core", "prometheus").Metric(name, text, kind, unit)
 
 
 def _add(family: Any, labels: Labels, value: float | None, suffix: str = "") -> None:
     """Add a value; what is not known, or not a number, is left out."""
     if value is not None and math.isfinite(value):
         family.add_sample(family.name + (suffix or _SUFFIXES.get(family.type, "")), labels, value)
+
+
+def write_metrics(exposition: str, records: ExportSource, out: Path) -> list[Path]:
+    """Write the metrics as a module `exposition` does, renamed into place as the collector wants it."""
+    text: bytes = needed(exposition, "prometheus").generate_latest(RunCollector(records))
+    return [write_output(out, [text])]
 
 
 class RunCollector:
@@ -103,7 +110,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
         _add(steps, labels, timeline.step_count)
         _add(samples, labels, sum(row.samples for row in rows) + sum(row.samples for row in thinned))
         _add(sent, labels, sum(row.sent_bytes for row in rows) + sum(row.sent_bytes for row in thinned))
-        for phase, seconds in phase_totals(timeline).items():
+        for phase, seconds in _phase_totals(timeline).items():
             _add(phases, {**labels, "phase": phase}, seconds)
         lengths = sorted(row.end_seconds - row.begin_seconds for row in rows)
         for quantile in QUANTILES if lengths else ():
@@ -118,7 +125,7 @@ def _of_ranks(ranks: Sequence[tuple[Labels, RankTimeline]]) -> list[Any]:
     return [steps, samples, sent, phases, times, last]
 
 
-def phase_totals(timeline: RankTimeline) -> dict[str, float]:
+def _phase_totals(timeline: RankTimeline) -> dict[str, float]:
     """Return a rank's seconds by phase over the whole run."""
     total: dict[str, float] = {}
     for part in [*(step_seconds(row) for row in rows_of(timeline)), *(row.seconds for row in timeline.thinned)]:

@@ -1,44 +1,25 @@
-"""Writing an export: private files, written aside and renamed; errors that name the file and what to do."""
+"""Files of the formats, and the packages that write some of them."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import io
-import json
-import os
-from collections.abc import Iterable, Mapping
+import importlib
+import zlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.run_files import write_private
+from ...core.vocabulary.suggestions import install_command
 
 
-def write_bytes(path: Path, pieces: Iterable[bytes]) -> Path:
-    """Write a file of mode 0600, through gzip when its name ends with ``.gz``; return its path.
+def write_output(path: Path, pieces: Iterable[bytes]) -> Path:
+    """Write a private file, through gzip when its name ends with ``.gz``; return its path.
 
     Raises `ConfigError` when it cannot be written; nothing is left behind then.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if path.is_dir():
-            raise IsADirectoryError(21, "it is a directory")
-        with contextlib.ExitStack() as stack:
-            stack.callback(aside.unlink, missing_ok=True)
-            # A pipe or a device is written to, not replaced.
-            special = path.exists() and not path.is_file()
-            descriptor = os.open(path if special else aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            file: Any = stack.enter_context(os.fdopen(descriptor, "wb"))
-            if path.suffix == ".gz":
-                file = stack.enter_context(gzip.GzipFile(fileobj=file, mode="wb", mtime=0))
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            if path.suffix == ".gz":
-                file.close()
-            if not special:
-                aside.replace(path)
+        write_private(path, _packed(pieces) if path.suffix == ".gz" else pieces)
     except OSError as problem:
         raise ConfigError(
             f"cannot write {path}: {problem.strerror or problem}", remedy="choose another place with -o OUT"
@@ -46,19 +27,18 @@ def write_bytes(path: Path, pieces: Iterable[bytes]) -> Path:
     return path
 
 
-def write_trace(path: Path, head: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> Path:
-    """Write a trace: an object of `head` and ``traceEvents``, one event a line; as a stream, so of any size."""
-    return write_bytes(path, _trace(head, events))
+def _packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    packer = zlib.compressobj(zlib.Z_BEST_COMPRESSION, wbits=31)  # 31: gzip's header
+    yield from map(packer.compress, pieces)
+    yield packer.flush()
 
 
-def _trace(head: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> Iterable[bytes]:
-    yield (json.dumps(head)[:-1] + (", " if head else "") + '"traceEvents": [').encode()
-    piece, first = io.StringIO(), True
-    for event in events:
-        piece.write("\n" if first else ",\n")
-        piece.write(json.dumps(event, allow_nan=False))
-        first = False
-        if piece.tell() > 1 << 16:
-            yield piece.getvalue().encode()
-            piece = io.StringIO()
-    yield (piece.getvalue() + "\n]}\n").encode()
+def needed(module: str, extra: str) -> Any:
+    """Import `module`, of this package's extra `extra`. Raises ConfigError, which names that, if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as problem:
+        raise ConfigError(
+            f"this format needs {module.partition('.')[0]}, which cannot be imported ({problem})",
+            remedy=f"install it with: {install_command(extra)}",
+        ) from None

@@ -1,7 +1,7 @@
-"""Scalars and a figure for TensorBoard, by its own package: a folder with ``all`` and one ``rank<r>`` a rank.
+"""Scalars for TensorBoard, by its own package: a folder with ``all`` and one ``rank<r>`` a rank.
 
-``all`` has loss, throughput, the slowest rank's step and its parts, and a figure of where each rank's time went; a
-rank's own has its step by phase and its host's facts.
+``all`` has loss, throughput, the slowest rank's step and its parts; a rank's own has its step by phase and its
+host's facts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import OTHER, STEP_PHASES
 from ..figures.device_time import rows_of
 from ..figures.figures import throughput
 from ..figures.step_parts import shares_of, step_parts
@@ -23,13 +22,10 @@ from ..figures.summary import weighted_loss
 from ..format.phases import step_seconds
 from ..format.rows import StepRow
 from ..read.timeline_reader import RankTimeline
-from .extras import needed
-from .metrics import phase_totals
-from .output import write_bytes
+from .output import needed, write_output
 from .source import ExportSource, rows_by_step
 
 _T = TypeVar("_T")
-Colour = tuple[int, int, int]
 STEPS_SHOWN = 10_000
 """Most steps; longer runs give every k-th step, which TensorBoard thins further."""
 _HOST = {
@@ -37,15 +33,6 @@ _HOST = {
     "resident_bytes": "host/resident bytes", "gpu_share": "host/accelerator busy share",
     "gpu_used_bytes": "host/accelerator bytes",
 }  # fmt: skip
-# Okabe and Ito's palette, which colour-blind people can tell apart.
-COLOURS: dict[str, Colour] = {
-    "data": (230, 159, 0), "forward": (86, 180, 233), "loss": (204, 121, 167), "backward": (0, 114, 178),
-    "exchange": (213, 94, 0), "optimizer": (0, 158, 115), "other": (187, 187, 187),
-}  # fmt: skip
-_PAUSE: Colour = (90, 90, 90)
-_INK: Colour = (51, 51, 51)
-_BAR_WIDTH, _ROW = 560, 22
-RANKS_DRAWN = 64
 
 
 def write_tensorboard(records: ExportSource, out: Path) -> list[Path]:
@@ -54,16 +41,16 @@ def write_tensorboard(records: ExportSource, out: Path) -> list[Path]:
         raise ConfigError(f"{out} is no folder: this format is one folder a rank", remedy="choose one with -o OUT")
     wall = records.epoch_seconds
     name = f"events.out.tfevents.{int(wall)}.farandole"
-    written = [write_bytes(out / "all" / name, _file_of(wall, _all_events(records)))]
+    written = [write_output(out / "all" / name, _file_of(wall, _all_events(records)))]
     for timeline in records.timelines:
         events = _rank_events(timeline, wall - records.zero_of(timeline))
-        written.append(write_bytes(out / f"rank{timeline.started.rank}" / name, _file_of(wall, events)))
+        written.append(write_output(out / f"rank{timeline.started.rank}" / name, _file_of(wall, events)))
     return written
 
 
 def _file_of(wall_seconds: float, events: Iterable[Any]) -> Iterator[bytes]:
     """Yield the pieces of an event file: its version, then the events."""
-    records = needed("tensorboard.summary.writer.record_writer", "tensorboard", "this format")
+    records = needed("tensorboard.summary.writer.record_writer", "tensorboard")
     for event in chain([_event(wall_seconds, file_version="brain.Event:2")], events):
         piece = io.BytesIO()
         records.RecordWriter(piece).write(event.SerializeToString())
@@ -71,7 +58,7 @@ def _file_of(wall_seconds: float, events: Iterable[Any]) -> Iterator[bytes]:
 
 
 def _event(wall_seconds: float, **facts: Any) -> Any:
-    made = needed("tensorboard.compat.proto.event_pb2", "tensorboard", "this format")
+    made = needed("tensorboard.compat.proto.event_pb2", "tensorboard")
     return made.Event(wall_time=wall_seconds, **facts)
 
 
@@ -99,12 +86,6 @@ def _all_events(records: ExportSource) -> Iterator[Any]:
         if any(part.seconds > 0 for part in own):
             values += [(f"share/{name}", share) for name, share in shares_of(own).items()]
         yield _scalars(wall + rows[0][1].end_seconds, step, values)
-    last = max(by_step)
-    picture, png = breakdown(records.timelines), io.BytesIO()
-    picture.save(png, "PNG")
-    image = {"width": picture.width, "height": picture.height, "colorspace": 3}
-    value = {"tag": "time by phase and rank", "image": {**image, "encoded_image_string": png.getvalue()}}
-    yield _event(wall + by_step[last][0][1].end_seconds, step=last, summary={"value": [value]})
 
 
 def _rates(rows: Sequence[StepRow]) -> list[tuple[str, float]]:
@@ -137,42 +118,3 @@ def _rank_events(timeline: RankTimeline, wall: float) -> Iterator[Any]:
 
 def _thin(values: Sequence[_T]) -> Sequence[_T]:
     return values[:: -(-len(values) // STEPS_SHOWN)] if values else values
-
-
-def breakdown(timelines: Sequence[RankTimeline]) -> Any:
-    """Draw a bar a rank, a `PIL.Image.Image`: mean seconds of a step by phase, longest as wide as it."""
-    pillow = {
-        name: needed(f"PIL.{name}", "tensorboard", "this format") for name in ("Image", "ImageDraw", "ImageFont")
-    }
-    shown = [timeline for timeline in timelines if timeline.step_count][:RANKS_DRAWN]
-    means = [{k: v / timeline.step_count for k, v in phase_totals(timeline).items()} for timeline in shown]
-    names = [name for name in (*STEP_PHASES, OTHER) if any(mean.get(name, 0) > 0 for mean in means)]
-    pauses = [sum(v for k, v in mean.items() if k not in COLOURS) for mean in means]
-    labels = [f"rank {timeline.started.rank}" for timeline in shown]
-    font = pillow["ImageFont"].load_default()
-    left = 16 + max((round(font.getlength(label)) for label in labels), default=0)
-    longest = max((sum(mean.values()) for mean in means), default=0.0) or 1.0
-    picture = pillow["Image"].new("RGB", (left + _BAR_WIDTH + 110, 40 + _ROW * len(shown) + 24), "white")
-    draw = pillow["ImageDraw"].Draw(picture)
-
-    def bar(begin: float, top: int, end: float, bottom: int, colour: Colour) -> None:
-        if round(end) > round(begin):  # the last pixel is drawn too
-            draw.rectangle((round(begin), top, round(end) - 1, bottom - 1), fill=colour)
-
-    for i, (label, mean, pause) in enumerate(zip(labels, means, pauses, strict=True)):
-        top, at = 40 + i * _ROW, float(left)
-        draw.text((8, top + 2), label, fill=_INK, font=font)
-        for colour, seconds in [*((COLOURS[name], mean.get(name, 0.0)) for name in names), (_PAUSE, pause)]:
-            width = seconds / longest * _BAR_WIDTH
-            bar(at, top, at + width, top + _ROW - 6, colour)
-            at += width
-        draw.text((at + 8, top + 2), f"{sum(mean.values()) * 1e3:.1f} ms", fill=_INK, font=font)
-    at = 8
-    for name, colour in [
-        *((name, COLOURS[name]) for name in names),
-        *([("pause", _PAUSE)] if any(pauses) else []),
-    ]:
-        bar(at, 12, at + 10, 22, colour)
-        draw.text((at + 16, 11), name, fill=_INK, font=font)
-        at += 32 + font.getlength(name)
-    return picture

@@ -51,7 +51,6 @@ class RankTimeline:
     steps: list[StepRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     """Lines that could not be read, as ``file:line: reason``; the first hundred."""
-    version: int = EVENTS_VERSION
     thinned: list[ThinnedRow] = field(default_factory=list)
     """Steps of a long run that have no row of their own."""
     samples: list[Sample] = field(default_factory=list)
@@ -93,28 +92,28 @@ class RankTimeline:
 Record = StepRow | ThinnedRow | Sample | Setup | Traffic | ClockOffset | BucketLayout | DevicePhases
 
 
-def _lines(path: Path, wanted: Callable[[int], bool]) -> Iterator[tuple[int, Any]]:
-    """Yield the records one by one, each with the file's version; for a line that cannot be read, why, as a text.
+def _lines(path: Path, wanted: Callable[[int], bool]) -> Iterator[Any]:
+    """Yield whose records they are, then the records one by one; for a line that cannot be read, why, as a text.
 
     Holds one line at a time. Steps that are not `wanted` come without their buckets, in much less time.
     """
     try:
         with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
             version, started = _read_header(path, file.readline(_LONGEST_LINE))
-            yield version, started
+            yield started
             number = 1
             while line := file.readline(_LONGEST_LINE):
                 number += 1
                 if not line.endswith("\n"):
-                    yield version, f"{path.name}:{number}: cut short"
+                    yield f"{path.name}:{number}: cut short"
                     continue
                 try:
                     values = json.loads(line)
                     if "generation" not in values:  # else a header: of the same rank in another generation
-                        yield version, _decode(values, version, wanted)
+                        yield _decode(values, version, wanted)
                 except _UNREADABLE as problem:
                     why = "not JSON" if isinstance(problem, json.JSONDecodeError) else _why(problem)
-                    yield version, f"{path.name}:{number}: no record: {why}"
+                    yield f"{path.name}:{number}: no record: {why}"
     except OSError as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
 
@@ -141,12 +140,12 @@ def read_events(
         return inside and (sample is None or sample.wanted(step))
 
     records = _lines(path, wanted)
-    version, started = next(records)
-    timeline = RankTimeline(started, version=version)
+    started = next(records)
+    timeline = RankTimeline(started)
     sample = StepSample(share_of_budget(started.size) if bounded and steps is None else None)
     timeline.steps, timeline.thinned, timeline.loss_ends = sample.steps, sample.sums, sample.loss_ends
     layouts: list[BucketLayout] = []  # waiting for the step they begin with
-    for _, record in records:
+    for record in records:
         if isinstance(record, (StepRow, ThinnedRow)):
             first = record.step if isinstance(record, StepRow) else record.first_step
             timeline.layouts += [(first, layout) for layout in layouts]
@@ -186,7 +185,7 @@ def read_tail(path: Path, byte_count: int) -> RankTimeline | None:
     except OSError as problem:
         raise DataError(f"cannot read {path}: {problem}") from None
     version, started = _read_header(path, head.decode(errors="replace"))
-    timeline = RankTimeline(started, version=version)
+    timeline = RankTimeline(started)
     for line in lines:
         try:
             values = json.loads(line)

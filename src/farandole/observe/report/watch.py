@@ -5,21 +5,12 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError, DataError
 from ...core.vocabulary.run_files import REPORT
 from ..read.run_end import why_ended
 from .page import write_report
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Where the time comes from, and how it passes."""
-
-    now: Callable[[], float] = time.time
-    sleep: Callable[[float], None] = time.sleep
 
 
 def watch_report(
@@ -29,7 +20,6 @@ def watch_report(
     baseline: Path | None = None,
     every_seconds: float = 5.0,
     say: Callable[[str], None] = lambda line: None,
-    clock: Clock | None = None,
 ) -> Path:
     """Write the report now and every so often until the run has ended; return where it is.
 
@@ -38,11 +28,10 @@ def watch_report(
     """
     if not every_seconds >= 0.5:
         raise ConfigError(f"{every_seconds:g} seconds between two pages: expected at least 0.5")
-    clock = clock if clock is not None else Clock()
     said = False
     try:
         while True:
-            began = clock.now()
+            began = time.time()
             ended = why_ended(run_directory, began)
             if ended:
                 break
@@ -58,7 +47,7 @@ def watch_report(
                 if not run_directory.is_dir() or said:
                     raise
             # A long run takes long to read: leave at least as much time to the run as reading took.
-            clock.sleep(max(every_seconds, clock.now() - began))
+            time.sleep(max(every_seconds, time.time() - began))
     except KeyboardInterrupt:
         # The page may exist although its path was not printed yet.
         if (output if output is not None else run_directory / REPORT).exists():

@@ -78,7 +78,7 @@ class WorkerChoice:
         batch = statistics.median(each.end_seconds - each.begin_seconds for each in waits[1:])
         cpu = min(batch, statistics.median(each.cpu_seconds for each in waits[1:]))
         rest = statistics.median(b.begin_seconds - a.end_seconds for a, b in pairwise(waits))
-        facts = LoaderFacts(0, batch, batch + rest, cpu, self._cores, self._cores, self._computing_cores, None)
+        facts = LoaderFacts(0, batch, batch + rest, cpu, self._cores, self._computing_cores, None)
         self._expected_seconds = thread = facts.step_prefetched or batch + rest
         steps = {count: facts.step_with(count, _SLACK) for count in range(1, self._most + 1)}
         count = next(count for count, step in steps.items() if step <= _NEARLY * min(steps.values()))

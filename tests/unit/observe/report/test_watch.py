@@ -19,7 +19,6 @@ from farandole.core.vocabulary.events import Started, StepDone
 from farandole.observe.read.run_end import SILENT_SECONDS, why_ended
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.report import watch_report
-from farandole.observe.report.watch import Clock
 from tests.unit.observe.report.full_runs import full_run
 
 REFRESH = '<meta http-equiv="refresh"'
@@ -36,7 +35,9 @@ def still_running(directory: Path, process_id: int, *, host: str | None = None) 
     return directory
 
 
-def test_it_is_written_while_the_run_goes_on_and_a_last_time_when_it_has_ended(tmp_path: Path) -> None:
+def test_it_is_written_while_the_run_goes_on_and_a_last_time_when_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = still_running(tmp_path / "r", os.getpid())
     seen: list[tuple[str, float]] = []
     said: list[str] = []
@@ -46,14 +47,15 @@ def test_it_is_written_while_the_run_goes_on_and_a_last_time_when_it_has_ended(t
         if len(seen) == 3:
             (run / "summary.json").write_text("{}")
 
-    path = watch_report(run, every_seconds=2.0, say=said.append, clock=Clock(sleep=sleep))
+    monkeypatch.setattr(time, "sleep", sleep)
+    path = watch_report(run, every_seconds=2.0, say=said.append)
     assert len(seen) == 3
     assert all(REFRESH in html and seconds >= 2.0 for html, seconds in seen)
     assert REFRESH not in path.read_text()
     assert said == [f"{path} is kept up to date; Ctrl-C ends it", "the run has ended"]
 
 
-def test_a_run_that_has_just_been_made_is_waited_for(tmp_path: Path) -> None:
+def test_a_run_that_has_just_been_made_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "r"
     run.mkdir()
     waits = []
@@ -64,17 +66,19 @@ def test_a_run_that_has_just_been_made_is_waited_for(tmp_path: Path) -> None:
             full_run(run, steps=4)
             (run / "summary.json").write_text("{}")
 
-    assert watch_report(run, clock=Clock(sleep=sleep)).exists()
+    monkeypatch.setattr(time, "sleep", sleep)
+    assert watch_report(run).exists()
     with pytest.raises(DataError, match="is not a run directory"):
         watch_report(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="0 seconds between two pages"):
         watch_report(run, every_seconds=0.0)
 
 
-def test_a_run_that_is_taken_away_is_an_error(tmp_path: Path) -> None:
+def test_a_run_that_is_taken_away_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = still_running(tmp_path / "r", os.getpid())
+    monkeypatch.setattr(time, "sleep", lambda seconds: shutil.rmtree(run))
     with pytest.raises(DataError):
-        watch_report(run, clock=Clock(sleep=lambda seconds: shutil.rmtree(run)))
+        watch_report(run)
 
 
 @pytest.mark.parametrize(

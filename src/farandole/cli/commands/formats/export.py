@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     steps = None if options.steps is None else read_steps(options.steps)
-    from ....observe.export import export_run
+    from ....observe.export.formats import export_run
 
     out = None if options.output is None else Path(options.output)
     done = export_run(Path(options.run), options.to, out, steps=steps)

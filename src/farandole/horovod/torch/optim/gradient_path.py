@@ -22,7 +22,7 @@ from ....comm.world.store_sync import require_same
 from ....comm.world.world import World
 from ....core.vocabulary.errors import CommError
 from ....core.vocabulary.spec import Plan
-from ....observe.trace.bucket_timeline import BucketTimeline
+from ....observe.export.operation_timeline import BucketTimeline
 from ...common.basics import basics
 from ...common.exceptions import from_comm_error
 from ...common.reductions import Sum

@@ -49,10 +49,8 @@ class LoaderFacts:
     step_seconds: float
     cpu_seconds: float | None
     """CPU time of the training thread in the wait, and the time in which it was ready and had no core."""
-    rank_cores: float
-    """Cores that a rank may use without taking them from another one."""
     cores: float
-    """The same with those that its workers may use beside."""
+    """Cores that a rank and its workers may use without taking them from another rank."""
     computing_cores: float
     """Cores that a rank uses while it computes."""
     idle_cores: float | None
@@ -134,7 +132,7 @@ def loader_facts(table: StepTable, rows: Sequence[int], wait_seconds: float) -> 
         needed = None if thread is None else min(thread, 1.0) * table.step_seconds
     return LoaderFacts(
         statistics.median_low(workers) if workers else None, wait_seconds, table.step_seconds,
-        needed, rank_cores, cores, min(threads, rank_cores), idle,
+        needed, cores, min(threads, rank_cores), idle,
         _usual([facts_of(timeline.samples).children_cores for timeline in timelines]), is_prefetched,
     )  # fmt: skip
 

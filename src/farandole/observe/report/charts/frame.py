@@ -48,11 +48,11 @@ def number(value: float) -> str:
     return text[:-2] if text.endswith(".0") else text
 
 
-def apart(labels: Sequence[Label], pixels: float = NARROW_PIXELS) -> list[Label]:
+def apart(labels: Sequence[Label]) -> list[Label]:
     """Return as many of the labels along a line as do not overlap, the first and every so many."""
     for every in range(1, len(labels) + 1):
         kept = list(labels[::every])
-        if all(not overlap(a, b, pixels) for a, b in pairwise(kept)):
+        if all(not overlap(a, b, NARROW_PIXELS) for a, b in pairwise(kept)):
             return kept
     return list(labels[:1])
 

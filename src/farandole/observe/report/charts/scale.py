@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+TICKS = 4
+"""About how many there are on an axis."""
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -23,33 +26,29 @@ class Scale:
         return min(1.0, max(0.0, (value - self.low) / span))
 
 
-def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round numbers within [low, high], about `count` apart.
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within [low, high], about `TICKS` of them.
 
     >>> ticks(0, 10)
     [0.0, 2.5, 5.0, 7.5, 10.0]
     """
     if not high > low:
         high = low + (abs(low) or 1.0)
-    rough = (high - low) / count
-    scale = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * scale for factor in (1, 2, 2.5, 5, 10) if factor * scale >= rough * 0.999)
-    return _multiples(step, low, high)
+    return _multiples(low, high, (high - low) / TICKS, (1, 2, 2.5, 5, 10))
 
 
-def whole_ticks(low: float, high: float, count: int = 4) -> list[float]:
+def whole_ticks(low: float, high: float) -> list[float]:
     """Return round whole numbers within [low, high]: for counts, which have no halves.
 
     >>> whole_ticks(1, 3)
     [1.0, 2.0, 3.0]
     """
-    rough = max(1.0, (high - low) / count)
+    return _multiples(low, high, max(1.0, (high - low) / TICKS), (1, 2, 5, 10))
+
+
+def _multiples(low: float, high: float, rough: float, factors: Sequence[float]) -> list[float]:
     scale = 10.0 ** math.floor(math.log10(rough))
-    step = next(f * scale for f in (1, 2, 5, 10) if f * scale >= rough * 0.999)
-    return _multiples(step, low, high)
-
-
-def _multiples(step: float, low: float, high: float) -> list[float]:
+    step = next(factor * scale for factor in factors if factor * scale >= rough * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     found = [round(n * step, 12) for n in range(first, min(last, first + 20) + 1)]

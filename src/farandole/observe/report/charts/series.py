@@ -43,13 +43,13 @@ class Axes:
     """Where to cut off. None: nowhere."""
 
 
-def binned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+def binned(points: Sequence[Point]) -> list[Point]:
     """Return at most `most` points, each the mean of its neighbours; points that are no numbers are left out.
 
     The first and the last keep their x, so that a chart begins and ends where its data do.
     """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    each = shared(len(finite), most)
+    each = shared(len(finite), MOST_POINTS)
     groups = [finite[i : i + each] for i in range(0, len(finite), each)]
     made = [(sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups]
     if len(made) > 1:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from markupsafe import Markup
 
-from ....core.vocabulary.events import Sample
 from ...figures.summary import weighted_loss
 from ...format.rows import StepRow, ThinnedRow
 from ...read.timeline_reader import RankTimeline
@@ -17,6 +16,7 @@ from ..content.run import Run, number_of
 
 BINS = 100
 GB = 1e9
+PERCENT = 0.01
 LEAST_SECONDS = 10.0
 """A shorter run has a handful of points of throughput and memory, which show nothing but noise."""
 
@@ -32,14 +32,14 @@ def make(run: Run) -> Section | None:
         *(Chart(name, svg) for name, svg in _all_logged(run.logged)[:MOST_METRICS]),
         Chart("Throughput", _throughput(run) if is_long else Markup(""), legend),
         *(
-            Chart(title, _samples(run, name, take) if is_long else Markup(""), note=note)
-            for title, name, take, note in (
-                ("Memory of a process", "GB", _resident, ""),
-                ("Memory left on the machine", "GB", _available, ""),
-                ("CPU use of a rank", "cores", lambda sample: sample.process_cores, "All threads of the process."),
-                ("CPU use of the machine", "% of all cores", _machine, ""),
-                ("Accelerator use", "% of the time", _gpu, ""),
-                ("Accelerator memory", "GB", _gpu_memory, ""),
+            Chart(title, _samples(run, name, fact, unit) if is_long else Markup(""), note=note)
+            for title, name, fact, unit, note in (
+                ("Memory of a process", "GB", "resident_bytes", GB, ""),
+                ("Memory left on the machine", "GB", "available_bytes", GB, ""),
+                ("CPU use of a rank", "cores", "process_cores", 1, "All threads of the process."),
+                ("CPU use of the machine", "% of all cores", "machine_share", PERCENT, ""),
+                ("Accelerator use", "% of the time", "gpu_share", PERCENT, ""),
+                ("Accelerator memory", "GB", "gpu_used_bytes", GB, ""),
             )
         ),
     ]
@@ -149,16 +149,14 @@ def rates(timelines: Sequence[RankTimeline]) -> list[Point]:
     return [(begin - zero + (i + 0.5) * width, found / width) for i, found in enumerate(bins)]
 
 
-def _samples(run: Run, name: str, take: Callable[[Sample], float | None]) -> Markup:
+def _samples(run: Run, name: str, fact: str, unit: float) -> Markup:
     """Draw a fact of the host's samples: the mean over the ranks, and a band from the lowest to the highest."""
     zero = run.begin_seconds if run.one_clock else None
     points: list[tuple[float, float]] = []
     for timeline in run.timelines:
         start = timeline.steps[0].begin_seconds if zero is None else zero
-        for sample in timeline.samples:
-            value = take(sample)
-            if value is not None:
-                points.append((sample.at_seconds - start, value))
+        known = [(sample.at_seconds, getattr(sample, fact)) for sample in timeline.samples]
+        points += [(at - start, value / unit) for at, value in known if value is not None]
     if len(points) < 2:
         return Markup("")
     points.sort()
@@ -173,23 +171,3 @@ def _samples(run: Run, name: str, take: Callable[[Sample], float | None]) -> Mar
     line = [(at, sum(own) / len(own)) for at, own in kept]
     band = [(at, min(own), max(own)) for at, own in kept] if len(run.timelines) > 1 else []
     return line_chart([Line("mean", line, "mine", band=band)], Axes("seconds", name, whole_x=False))
-
-
-def _resident(sample: Sample) -> float | None:
-    return None if sample.resident_bytes is None else sample.resident_bytes / GB
-
-
-def _available(sample: Sample) -> float | None:
-    return None if sample.available_bytes is None else sample.available_bytes / GB
-
-
-def _machine(sample: Sample) -> float | None:
-    return None if sample.machine_share is None else 100 * sample.machine_share
-
-
-def _gpu(sample: Sample) -> float | None:
-    return None if sample.gpu_share is None else 100 * sample.gpu_share
-
-
-def _gpu_memory(sample: Sample) -> float | None:
-    return None if sample.gpu_used_bytes is None else sample.gpu_used_bytes / GB
