@@ -13,7 +13,7 @@ from hypothesis import settings
 
 from tests.machine_state import take_places
 from tests.machine_watch import LEFT_BEHIND, MachineWatch
-from tests.selection import read_selection
+from tests.selection import mark_full
 from tests.warm import close_server
 
 # A loaded machine must not fail a property.
@@ -38,13 +38,7 @@ for _number, _handler in (
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what the gate leaves out: see `tests.selection`."""
-    selection = read_selection()
-    names = [item.nodeid for item in items]
-    for item in items:
-        if selection.leaves(item.nodeid):
-            item.add_marker("full")
-    if not any("::" in each for each in config.args) and (stale := selection.stale(names)):
-        raise pytest.UsageError(f"tests/gate.toml names what is not there: {', '.join(stale)}")
+    mark_full(items, all_cases=not any("::" in each for each in config.args))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""``python -m tests.run``: the gate, without what `tests/gate.toml` leaves out; with ``--all``: every test.
+"""``python -m tests.run``: the gate, without what is marked `full`; with ``--all``: every test.
 
 First the tests that need the machine to themselves, then the others side by side. A red test of real processes
 runs once more, alone, at the end: if it passes then it is flaky, which is printed by name and kept in the table
@@ -28,7 +28,7 @@ REAL_PROCESSES = ("clusters", "docs", "golden", "net", "parity", "ranks")
 MOST_AGAIN = 20
 """More red tests than these are no coincidence, and are not tried again."""
 SLOW_SECONDS = 5.0
-"""A test above this belongs into `tests/gate.toml`; those that import TensorFlow have three times as much."""
+"""A test above this is to be marked `full("slow")`; those that import TensorFlow have three times as much."""
 MOST_WORKERS = 4
 _PASSED, _RED, _NONE_SELECTED = 0, 1, 5
 

@@ -1,63 +1,53 @@
-"""What belongs to the gate: every test but those that `tests/gate.toml` leaves to ``make test-all``.
+"""What belongs to the gate: every test but those that are marked for ``make test-all``.
 
-A row of the file names a file, a test, or one case of a test, as pytest writes it: ``tests/a.py``,
-``tests/a.py::b``, ``tests/a.py::b[int8]``. ``leave`` takes them out of the gate; ``represent`` takes out all cases
-of a test but some.
+``@pytest.mark.full(why)`` takes a test or a file out of the gate. Of a parametrised test, ``gate_cases`` names the
+cases that represent it in the gate, and ``full_cases`` those that do not: by what pytest writes in brackets.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+import pytest
 
-TABLE = Path(__file__).with_name("gate.toml")
-
-
-def is_below(name: str, row: str) -> bool:
-    """Return whether a test is the one that a row names, or one of its cases, or of its file."""
-    return name == row or name.startswith((f"{row}::", f"{row}["))
+REASONS = {
+    "busy": "its verdict may depend on how busy the machine is, or it looks at the whole machine",
+    "slow": "more than some seconds, or a fixture of half a minute",
+    "random": "programs of new seeds: their verdict is new each time",
+    "further": "a further case of a feature: other tests of the same file or package are in the gate",
+}
 
 
-class Selection:
-    """The rows of the table."""
-
-    def __init__(self, table: dict[str, Any]) -> None:
-        self._left: list[str] = [row for each in table["leave"] for row in each["tests"]]
-        self._kept: dict[str, list[str]] = {each["test"]: each["cases"] for each in table["represent"]}
-
-    def leaves(self, name: str) -> bool:
-        """Return whether a test runs in ``make test-all`` only."""
-        if any(is_below(name, row) for row in self._left):
+def leaves(case: str, marks: Iterable[pytest.Mark]) -> bool:
+    """Return whether a case of a test with these marks runs in ``make test-all`` only."""
+    for mark in marks:
+        if mark.name == "full" or (mark.name == "full_cases" and case in mark.args):
             return True
-        test, _, case = name.partition("[")
-        return test in self._kept and case.removesuffix("]") not in self._kept[test]
-
-    def stale(self, names: Sequence[str]) -> list[str]:
-        """Return the rows of the files of `names`, all their tests, that name nothing in them."""
-        known, files = set(names), {name.partition("::")[0] for name in names}
-        rows: Iterable[str] = [
-            *self._left,
-            *(f"{test}[{case}]" for test, cases in self._kept.items() for case in cases),
-        ]
-        return [
-            row
-            for row in rows
-            if row.partition("::")[0] in files
-            and row not in known
-            and not any(is_below(name, row) for name in names)
-        ]
+        if mark.name == "gate_cases" and case not in mark.args:
+            return True
+    return False
 
 
-def read_selection(path: Path = TABLE) -> Selection:
-    """Read the table; each group of rows has its reason."""
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
-    without = [each for group in ("leave", "represent") for each in table[group] if not each.get("why")]
-    assert not without, f"{path.name}: no reason for {without[0]}"
-    return Selection(table)
+def mark_full(items: Iterable[pytest.Item], *, all_cases: bool) -> None:
+    """Mark what the gate leaves out; `all_cases`: whole files were collected.
+
+    Raises UsageError for a reason that is none, and for a case that a test does not have.
+    """
+    cases: dict[str, set[str]] = defaultdict(set)
+    named: dict[str, set[str]] = defaultdict(set)
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        case = case.removesuffix("]")
+        marks = list(item.iter_markers())
+        cases[test].add(case)
+        for mark in marks:
+            if mark.name == "full" and (len(mark.args) != 1 or mark.args[0] not in REASONS):
+                raise pytest.UsageError(f"{test}: full{mark.args}: expected one of {', '.join(REASONS)}")
+            if mark.name in ("gate_cases", "full_cases"):
+                named[test].update(mark.args)
+        if leaves(case, marks):
+            item.add_marker(pytest.mark.full("further"))
+    stale = [f"{test}[{case}]" for test in named for case in sorted(named[test] - cases[test])]
+    if all_cases and stale:
+        raise pytest.UsageError(f"cases that are not there: {', '.join(stale)}")

@@ -42,12 +42,14 @@ def run(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full("slow")
 def test_mpirun_starts_the_ranks(mpirun: str, tmp_path: Path) -> None:
     done = run(tmp_path, mpirun, "--allow-run-as-root", "-np", "2", sys.executable, write(tmp_path, PLACE))
     assert done.returncode == 0, done.stderr
     assert printed(done.stdout) == [[0, 2, 0, 2, 0, 1, "Open MPI", 0.5], [1, 2, 1, 2, 0, 1, "Open MPI", 0.5]]
 
 
+@pytest.mark.full("slow")
 def test_mpirun_starts_a_script_of_horovods_names(mpirun: str, tmp_path: Path) -> None:
     script = write(tmp_path, HOROVOD_PLACE)
     done = run(tmp_path, mpirun, "--allow-run-as-root", "-np", "2", sys.executable, script)
@@ -55,6 +57,7 @@ def test_mpirun_starts_a_script_of_horovods_names(mpirun: str, tmp_path: Path) -
     assert printed(done.stdout) == [[0, 2, 0, 2, 0, 1, 3.0], [1, 2, 1, 2, 0, 1, 3.0]]
 
 
+@pytest.mark.full("slow")
 def test_mpirun_numbers_the_ranks_of_a_full_host_in_its_own_order(mpirun: str, tmp_path: Path) -> None:
     """Of a host file with one line twice the cores, as `mpirun -np 4 -hostfile` of a guide on a laptop."""
     (tmp_path / "hosts.txt").write_text("127.0.0.1 slots=4\n")
@@ -64,6 +67,7 @@ def test_mpirun_numbers_the_ranks_of_a_full_host_in_its_own_order(mpirun: str, t
     assert printed(done.stdout) == [[rank, 4, rank, 4, 0, 1, "Open MPI", 1.5] for rank in range(4)]
 
 
+@pytest.mark.full("slow")
 @pytest.mark.net
 @pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")
 def test_mpirun_over_ssh_by_a_host_file_of_bare_addresses(mpirun: str, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ import pytest
 
 from .scripts import PLACE, printed, write
 
+pytestmark = pytest.mark.full("slow")
+
 
 def sky_pilot(node: int) -> dict[str, str]:
     return {"SKYPILOT_NODE_RANK": str(node), "SKYPILOT_NODE_IPS": "127.0.0.1\n127.0.0.1",

@@ -23,7 +23,7 @@ from .scripts import TOLD, printed, write
 START_SECONDS = 120.0
 """Ray starts half a dozen processes of its own; on a busy machine a driver alone has taken a minute."""
 
-pytestmark = pytest.mark.timeout(3 * START_SECONDS)
+pytestmark = [pytest.mark.timeout(3 * START_SECONDS), pytest.mark.full("slow")]
 
 
 @pytest.fixture(scope="module")

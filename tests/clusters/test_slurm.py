@@ -25,6 +25,7 @@ def cluster() -> Iterator[Cluster]:
         yield started
 
 
+@pytest.mark.full("slow")
 def test_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(
         "srun", "-N2", "-n2", "--ntasks-per-node=1", sys.executable, write(tmp_path, PLACE), directory=tmp_path
@@ -33,6 +34,7 @@ def test_srun_starts_the_ranks(cluster: Cluster, tmp_path: Path) -> None:
     assert printed(done.stdout) == [[0, 2, 0, 1, 0, 2, "Slurm", 0.5], [1, 2, 0, 1, 1, 2, "Slurm", 0.5]]
 
 
+@pytest.mark.full("slow")
 def test_srun_starts_a_script_of_horovods_names(cluster: Cluster, tmp_path: Path) -> None:
     done = cluster.run(
         "srun", "-N2", "-n2", "--ntasks-per-node=1", sys.executable, write(tmp_path, HOROVOD_PLACE),
@@ -74,6 +76,7 @@ time.sleep(600)
     assert time.monotonic() - begin < 20
 
 
+@pytest.mark.full("slow")
 def test_a_batch_script_is_handed_in_and_runs(cluster: Cluster, tmp_path: Path) -> None:
     handed_in = cluster.run(
         *FARANDOLE, "run", "--on", "slurm", "-np", "2", "--nodes", "2", "--time", "5", "--queue", "debug",
@@ -87,6 +90,7 @@ def test_a_batch_script_is_handed_in_and_runs(cluster: Cluster, tmp_path: Path) 
     assert [each[:2] for each in printed(out)] == [[0, 2], [1, 2]], out
 
 
+@pytest.mark.full("further")
 def test_inside_an_allocation_srun_is_run(cluster: Cluster, tmp_path: Path) -> None:
     write(tmp_path, "import os\nprint('rank', os.environ['RANK'], 'node', os.environ['SLURM_NODEID'])\n")
     done = cluster.run(
@@ -112,6 +116,7 @@ def test_inside_an_allocation_srun_is_run(cluster: Cluster, tmp_path: Path) -> N
     assert "--nodes 2: this allocation of Slurm has 1" in refused.stderr
 
 
+@pytest.mark.full("slow")
 def test_a_warning_reaches_the_loops_of_all_ranks(cluster: Cluster, tmp_path: Path) -> None:
     write(tmp_path, UNTIL_WARNED)
     step = cluster.start(

@@ -36,6 +36,7 @@ def last_loss(text: str) -> float:
     return float(text.strip().splitlines()[-1].split()[-1])
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_the_loop_before_and_after(tmp_path: Path) -> None:
     for name in ("before", "after"):
@@ -47,6 +48,7 @@ def test_the_loop_before_and_after(tmp_path: Path) -> None:
     assert last_loss(result.stdout) < 0.9
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("words", [[], ["--plan-from-command"]])
 def test_accumulation(tmp_path: Path, words: list[str]) -> None:
     setting = ["--set", "accumulate=4"] if words else []
@@ -57,6 +59,7 @@ def test_accumulation(tmp_path: Path, words: list[str]) -> None:
     assert '"steps": 24' in result.stdout, "3 epochs of 32 batches, 4 a step"
 
 
+@pytest.mark.full("slow")
 def test_a_long_document_on_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "long_document.py"), "--length", "256", "--documents", "6"]
     alone = python(tmp_path, *words, timeout=50)
@@ -66,6 +69,7 @@ def test_a_long_document_on_two_ranks_is_that_of_one(tmp_path: Path) -> None:
     assert abs(last_loss(result.stdout) - last_loss(alone.stdout)) < 2e-4, result.stdout + alone.stdout
 
 
+@pytest.mark.full("slow")
 def test_the_language_model(tmp_path: Path) -> None:
     name = str(EXAMPLES / "language_model.py")
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name, "--steps", "60")
@@ -75,6 +79,7 @@ def test_the_language_model(tmp_path: Path) -> None:
     assert float(match.group(1)) < 4.5
 
 
+@pytest.mark.full("slow")
 def test_the_mixture_of_experts(tmp_path: Path) -> None:
     name = str(EXAMPLES / "mixture_of_experts.py")
     result = run(tmp_path, "run", "-np", "2", "--set", "expert=2", "--", sys.executable, name, "--steps", "30")
@@ -86,6 +91,7 @@ def test_the_mixture_of_experts(tmp_path: Path) -> None:
     assert "no longer train one model" not in result.stderr, "ranks have different experts on purpose"
 
 
+@pytest.mark.full("slow")
 def test_the_recommender(tmp_path: Path) -> None:
     """Real time is better than a batch job, and sends a small part of what dense tensors would."""
     name = str(EXAMPLES / "recommender.py")
@@ -99,6 +105,7 @@ def test_the_recommender(tmp_path: Path) -> None:
     assert refreshed > 80, result.stdout
 
 
+@pytest.mark.full("slow")
 def test_the_image_classifier(tmp_path: Path) -> None:
     if not FASHION.is_dir():
         pytest.skip("needs Debian's dataset-fashion-mnist")
@@ -110,6 +117,7 @@ def test_the_image_classifier(tmp_path: Path) -> None:
     assert float(match.group(1)) > 0.5
 
 
+@pytest.mark.full("slow")
 def test_the_resnet_in_a_pipeline(tmp_path: Path) -> None:
     if not FASHION.is_dir():
         pytest.skip("needs Debian's dataset-fashion-mnist")
@@ -121,6 +129,7 @@ def test_the_resnet_in_a_pipeline(tmp_path: Path) -> None:
     assert float(match.group(1)) < 1.5, "it learns"
 
 
+@pytest.mark.full("slow")
 def test_the_resnet_with_sharded_states_in_bfloat16(tmp_path: Path) -> None:
     if not FASHION.is_dir():
         pytest.skip("needs Debian's dataset-fashion-mnist")
@@ -135,6 +144,7 @@ def test_the_resnet_with_sharded_states_in_bfloat16(tmp_path: Path) -> None:
     assert float(accuracy[1]) > 0.5, accuracy[0]
 
 
+@pytest.mark.full("slow")
 def test_a_llama_of_transformers_with_divided_layers(tmp_path: Path) -> None:
     name = str(EXAMPLES / "llama_tensor.py")
     done = run(tmp_path, "run", "-np", "2", "--", sys.executable, name, "--steps", "40", timeout=55)
@@ -145,6 +155,7 @@ def test_a_llama_of_transformers_with_divided_layers(tmp_path: Path) -> None:
     assert last_loss(done.stdout.replace(" after 40 steps", "")) < 1.0, done.stdout
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("name", "says", "most", "one_process"),
@@ -152,7 +163,7 @@ def test_a_llama_of_transformers_with_divided_layers(tmp_path: Path) -> None:
         # Where a pipeline cuts a model goes by measured times.
         pytest.param(
             "gpt_3d", r"pipeline 2 x data 2 x tensor 2: (\d+) of (\d+) parameters on this rank", 0.8,
-            ["--set", "micro_batches=4"], marks=pytest.mark.full,
+            ["--set", "micro_batches=4"], marks=pytest.mark.full("further"),
         ),
         ("llama_3d", r"data 2 x shard 2 x tensor 2: (\d+) elements of states on this rank, of (\d+)", 0.26, []),
     ],
@@ -175,6 +186,7 @@ def test_a_model_over_three_degrees_trains_as_one_process(
     assert several == pytest.approx(one, abs=2e-4), "the losses of one process"
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_plan_is_found_and_trains(tmp_path: Path) -> None:
     name = EXAMPLES / "planned.py"
@@ -191,6 +203,7 @@ def test_a_plan_is_found_and_trains(tmp_path: Path) -> None:
     assert "no test of the prediction" not in done.stdout + done.stderr, "its batch is that of README's plan"
 
 
+@pytest.mark.full("slow")
 def test_staged_training_goes_on_in_its_schedule(tmp_path: Path) -> None:
     base = [sys.executable, str(EXAMPLES / "staged_training.py"), "--checkpoints", str(tmp_path / "c")]
     whole = run(tmp_path, "run", "-np", "2", "--", *base)
@@ -210,6 +223,7 @@ def test_staged_training_goes_on_in_its_schedule(tmp_path: Path) -> None:
     assert last_loss(second.stdout) == last_loss(whole.stdout) < 1.1
 
 
+@pytest.mark.full("slow")
 def test_the_small_laboratory_trains_within_an_enforced_limit(tmp_path: Path) -> None:
     words = [sys.executable, str(EXAMPLES / "small_laboratory.py"), "--limit-mb", "600", "--times", "2"]
     done = run(tmp_path, "run", "-np", "2", "--", *words, timeout=55)
@@ -225,6 +239,7 @@ def test_the_small_laboratory_trains_within_an_enforced_limit(tmp_path: Path) ->
     assert "allocate memory" in full.stderr, full.stderr
 
 
+@pytest.mark.full("slow")
 def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "checkpoints.py"), "--directory", str(tmp_path / "checkpoints")]
     killed = run(tmp_path, "run", "-np", "2", "--", sys.executable, *words, "--die-at", "25")
@@ -235,6 +250,7 @@ def test_checkpoints_go_on_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert last_loss(result.stdout.replace(" after 40 steps", "")) < 1.0
 
 
+@pytest.mark.full("slow")
 def test_a_torchrun_script_by_one_changed_word(tmp_path: Path) -> None:
     """Gloo is not run: one in ten of its processes aborts at exit."""
     name = str(EXAMPLES / "torchrun_ddp.py")
@@ -269,6 +285,7 @@ def loss_of_one_process() -> float:
     return float(loss.detach())
 
 
+@pytest.mark.full("slow")
 def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:
     words = [str(EXAMPLES / "horovod_elastic.py"), "--epochs", "2", "--die-at", "12"]
     result = run(tmp_path, "run", "-np", "2", "--min-np", "1", "--", sys.executable, *words, timeout=55)
@@ -277,6 +294,7 @@ def test_elastic_training_outlives_a_rank(tmp_path: Path) -> None:
     assert last_loss(result.stdout) < 0.3
 
 
+@pytest.mark.full("further")
 def test_a_codec_of_ones_own(tmp_path: Path) -> None:
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, str(EXAMPLES / "own_codec.py"))
     assert result.returncode == 0, result.stderr
@@ -365,6 +383,7 @@ def test_links_of_the_documentation_lead_somewhere() -> None:
             assert not anchor or anchor in anchors(other), f"{page.name} -> {target}"
 
 
+@pytest.mark.full("slow")
 def test_notes_that_are_cited_are_written_once() -> None:
     text = "\n".join(path.read_text() for path in sorted((ROOT / "src").rglob("*.py")))
     for note in set(re.findall(r"\[Note: ([^\]]+)\]", text)):

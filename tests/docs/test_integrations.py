@@ -121,6 +121,7 @@ def test_all_blocks_of_the_page_are_known() -> None:
     }
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("section", SCRIPTS)
 def test_the_blocks_run(section: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.warm import run
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_rank_at_stage_3_holds_what_the_page_says(tmp_path: Path) -> None:
     row = re.search(

@@ -112,6 +112,7 @@ def test_all_blocks_of_the_page_are_known() -> None:
     assert PAGE.count("```python") == len(BLOCKS)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(250)
 def test_the_blocks_run_and_warn_of_nothing_and_the_contrastive_loss_is_that_of_one_process(
     tmp_path: Path,

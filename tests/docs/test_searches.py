@@ -36,6 +36,7 @@ def wait_for(what: str, happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(4 * WAIT_SECONDS)
 def test_a_search_with_optuna_is_killed_and_goes_on(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs pip install optuna")
@@ -61,6 +62,7 @@ def test_a_search_with_optuna_is_killed_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "s.runs" / best[1] / "metrics.jsonl").is_file(), "each trial is a run"
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(4 * WAIT_SECONDS)
 def test_trials_that_fail_are_recorded_and_end_the_search_at_last(tmp_path: Path) -> None:
     pytest.importorskip("optuna", reason="needs pip install optuna")

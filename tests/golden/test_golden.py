@@ -11,6 +11,7 @@ from tests.golden.records import allowed, differences, read, this_machine
 from tests.golden.trainings import STEPS, TRAININGS, Measured, run
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_gives_what_is_on_record(name: str) -> None:
     machine, recorded = read(name)

@@ -25,6 +25,7 @@ def bench(directory: Path, *words: str) -> tuple[dict[str, Any], str]:
     return found, result.stderr
 
 
+@pytest.mark.full("slow")
 def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
     found, progress = bench(
         tmp_path, "collectives", "--rate", "1gbit", "--sizes", "100kB,400kB", "--rounds", "2",
@@ -48,6 +49,7 @@ def test_collectives_send_what_the_formula_says(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "no run directory is left"
 
 
+@pytest.mark.full("slow")
 def test_collectives_on_four_hosts(tmp_path: Path) -> None:
     found, _ = bench(
         tmp_path, "collectives", "--hosts", "4", "--sizes", "400kB", "--rounds", "1", "--routes", "connections"
@@ -57,6 +59,7 @@ def test_collectives_on_four_hosts(tmp_path: Path) -> None:
     assert row["formula_bytes"] < row["sent_bytes"] < 1.05 * row["formula_bytes"]
 
 
+@pytest.mark.full("further")
 def test_collectives_over_the_loopback_have_no_bound(tmp_path: Path) -> None:
     found, progress = bench(
         tmp_path, "collectives", "--hosts", "1", "--slots", "2", "--sizes", "64KiB", "--rounds", "1"
@@ -69,6 +72,7 @@ def test_collectives_over_the_loopback_have_no_bound(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.full("slow")
 def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:
     found, _ = bench(
         tmp_path, "collectives", "--slots", "2", "--sizes", "800kB", "--rounds", "1",
@@ -81,6 +85,7 @@ def test_routes_of_ours_on_hosts_of_two_ranks(tmp_path: Path) -> None:
     assert found["absent"] == []
 
 
+@pytest.mark.full("slow")
 def test_slices_that_fill_the_link_arrive_before_their_host_waits(tmp_path: Path) -> None:
     """A rank waits for its host only when its own frames are on their way: the other hosts wait for them."""
     found, _ = bench(
@@ -92,6 +97,7 @@ def test_slices_that_fill_the_link_arrive_before_their_host_waits(tmp_path: Path
     assert row["formula_bytes"] < row["sent_bytes"] < 1.05 * row["formula_bytes"]
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone  # the kernel counts what goes over this machine's loopback, also of other tests
 def test_routes_of_ours_on_one_host(tmp_path: Path) -> None:
     found, _ = bench(
@@ -106,6 +112,7 @@ def test_routes_of_ours_on_one_host(tmp_path: Path) -> None:
     assert {gone["route"] for gone in found["absent"]} == {"hierarchical"}
 
 
+@pytest.mark.full("further")
 def test_steps_and_a_contender_that_cannot_run(tmp_path: Path) -> None:
     found, progress = bench(
         tmp_path, "step", "--rate", "1gbit", "--contenders", "ddp;missing.Codec;none;bf16", "--rounds", "2",
@@ -134,6 +141,7 @@ def test_steps_and_a_contender_that_cannot_run(tmp_path: Path) -> None:
     assert rows["none"]["loss"] == pytest.approx(rows["ddp"]["loss"], rel=1e-3)
 
 
+@pytest.mark.full("further")
 def test_nothing_that_runs_is_exit_code_1(tmp_path: Path) -> None:
     result = run(tmp_path, "bench", "step", "--link", "none", "--contenders", "missing.Codec", "--model", "small")
     assert result.returncode == 1, result.stderr

@@ -13,7 +13,7 @@ from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.test_launch import script
 from tests.warm import run
 
-pytestmark = [pytest.mark.net, pytest.mark.alone]
+pytestmark = [pytest.mark.full("busy"), pytest.mark.net, pytest.mark.alone]
 
 LAYERS, WIDTH = 4, 256
 BYTES = 4 * LAYERS * WIDTH * WIDTH

@@ -60,6 +60,7 @@ def said(found: dict[str, Any], what: str) -> dict[str, str]:
     return finding
 
 
+@pytest.mark.full("slow")
 def test_four_hosts_are_in_order_within_half_a_minute() -> None:
     with hosts(4) as network:
         code, found = doctor(network)
@@ -87,6 +88,7 @@ def test_a_slow_link_is_named_as_the_weakest() -> None:
     assert said(found, "host0 <-> host2 carries")["severity"] == "warning"
 
 
+@pytest.mark.full("slow")
 def test_an_mtu_that_differs_is_a_problem_with_its_fix() -> None:
     with hosts(3) as network:
         must(network.hosts[1], "ip", "link", "set", "eth0", "mtu", "1300")
@@ -106,6 +108,7 @@ def etc_hosts(network: Network, directory: Path, host: int, change: Callable[[st
     must(network.hosts[host], "mount", "--bind", str(mine), "/etc/hosts")
 
 
+@pytest.mark.full("slow")
 def test_names_that_mean_something_else(tmp_path: Path) -> None:
     with hosts(3) as network:
         etc_hosts(network, tmp_path, 1, lambda text: text.replace("10.211.0.1 host0", "10.211.0.77 host0"))
@@ -135,6 +138,7 @@ def test_names_that_mean_something_else(tmp_path: Path) -> None:
     assert "10.211.0.2 host1" in said(found, "host2 does not know the name host1")["fix"]
 
 
+@pytest.mark.full("slow")
 def test_a_host_whose_cable_is_out() -> None:
     with hosts(2) as network:
         network.cut(1)
@@ -146,6 +150,7 @@ def test_a_host_whose_cable_is_out() -> None:
     assert found["weakest_link"] is None
 
 
+@pytest.mark.full("slow")
 def test_a_firewall_in_one_direction() -> None:
     """host1 drops what is sent to it first, as a firewall does; answers come back."""
     with hosts(2) as network:
@@ -157,6 +162,7 @@ def test_a_firewall_in_one_direction() -> None:
     assert any("cannot call" in finding["what"] for finding in found["findings"])
 
 
+@pytest.mark.full("further")
 def test_limits_and_variables_of_one_host() -> None:
     with hosts(2) as network:
         words = ["prlimit", "--nofile=200", "env", "GLOO_SOCKET_IFNAME=eth7",
@@ -178,6 +184,7 @@ def test_one_host_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -195,6 +202,7 @@ def test_bad_usage_is_one_line(tmp_path: Path, words: list[str], problem: str) -
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full("further")
 def test_the_probe_imports_no_torch() -> None:
     code = (
         "import sys, farandole.launch.doctor.probe.probe, farandole.cli.commands.doctor, "
@@ -203,6 +211,7 @@ def test_the_probe_imports_no_torch() -> None:
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_over_ssh_each_host_is_asked_and_a_refusal_explained(tmp_path: Path) -> None:
     if reason := why_impossible():
@@ -233,6 +242,7 @@ def test_over_ssh_each_host_is_asked_and_a_refusal_explained(tmp_path: Path) -> 
 # -- farandole test ------------------------------------------------------------------------------
 
 
+@pytest.mark.full("slow")
 def test_a_cluster_passes(tmp_path: Path) -> None:
     done = run(
         tmp_path, "emulate", "--hosts", "2", "--rate", "200mbit", "--",
@@ -250,6 +260,7 @@ def test_a_cluster_passes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "no run directory is left"
 
 
+@pytest.mark.full("further")
 def test_a_rank_that_cannot_start_fails_with_its_account(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch on this host')\n")
     paths = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
@@ -259,6 +270,7 @@ def test_a_rank_that_cannot_start_fails_with_its_account(tmp_path: Path) -> None
     assert "no torch on this host" in done.stdout
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("words", [["--seconds", "0"], ["--seconds", "nan"], ["-np", "0"], ["-H", "a b"]])
 def test_bad_usage_of_test(tmp_path: Path, words: list[str]) -> None:
     done = run(tmp_path, "test", *words)

@@ -182,6 +182,7 @@ def start(hosts: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     assert gone_within([pid for job in made for pid in job.pids()], 3)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 def test_a_host_is_found_one_is_cut_off_and_nothing_committed_is_lost(
     start: Callable[..., Job], hosts: Cluster
@@ -204,6 +205,7 @@ def test_a_host_is_found_one_is_cut_off_and_nothing_committed_is_lost(
     job.check_state()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("fault", ["link cut", "supervisor killed"])
 def test_a_host_that_is_lost_is_left_out(start: Callable[..., Job], hosts: Cluster, fault: str) -> None:
     job = start("host0:1 host1:2 host2:1")
@@ -221,6 +223,7 @@ def test_a_host_that_is_lost_is_left_out(start: Callable[..., Job], hosts: Clust
     assert job.end() == 0, "".join(job.err)
 
 
+@pytest.mark.full("slow")
 def test_a_host_comes_back_after_its_cooldown(start: Callable[..., Job], hosts: Cluster) -> None:
     job = start("host1:1 host2:2", "--blacklist-cooldown-range", "1", "3")
     job.until(r"begin 1 2 3$")
@@ -240,6 +243,7 @@ def sessions_of(hosts: Cluster, host: int) -> list[psutil.Process]:
     return [each for each in below if each.name().startswith("sshd")]
 
 
+@pytest.mark.full("further")
 def test_a_host_that_cannot_be_reached_does_not_end_the_job(start: Callable[..., Job]) -> None:
     job = start("host0:1 no-such-host:2 host1:1")
     said = job.until(r"farandole: host no-such-host is lost: its name is not known here")
@@ -262,6 +266,7 @@ def test_when_no_host_can_be_reached_the_job_says_so(hosts: Cluster, tmp_path: P
     assert not list(tmp_path.glob("runs/*/.token"))
 
 
+@pytest.mark.full("further")
 def test_the_reset_limit_ends_the_job_on_all_hosts(start: Callable[..., Job], hosts: Cluster) -> None:
     job = start("host0:1 host1:1", "--reset-limit", "0")
     job.until(r"begin 1 1 2$")
@@ -273,6 +278,7 @@ def test_the_reset_limit_ends_the_job_on_all_hosts(start: Callable[..., Job], ho
     assert gone_within(job.pids(), 3)
 
 
+@pytest.mark.gate_cases("9--9")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_launcher_leaves_nothing_anywhere(
     start: Callable[..., Job], hosts: Cluster, number: int, code: int
@@ -286,6 +292,7 @@ def test_a_signal_to_the_launcher_leaves_nothing_anywhere(
     wait_for(lambda: not sessions(hosts), 3, f"left: {sessions(hosts)}")
 
 
+@pytest.mark.full("further")
 def test_files_of_a_host_that_leaves_are_brought_here(
     start: Callable[..., Job], hosts: Cluster, tmp_path: Path
 ) -> None:

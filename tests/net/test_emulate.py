@@ -172,6 +172,7 @@ def seconds(directory: Path, receiver: int) -> float:
     return float((directory / f"seconds.{receiver}").read_text())
 
 
+@pytest.mark.full("further")
 def test_each_rank_sees_its_own_host(tmp_path: Path) -> None:
     said = emulate(tmp_path, ["--hosts", "2", "--slots", "2"], PLACE)
     assert said["exit_code"] == 0
@@ -200,6 +201,7 @@ print(world.rank, socket.gethostname(), world.local_rank, world.node_rank, *circ
 """
 
 
+@pytest.mark.full("slow")
 def test_hosts_by_name_in_any_order_with_unequal_slots(tmp_path: Path) -> None:
     words = ["emulate", "--hosts", "2", "--", "farandole", "run", "-H", "host1:2,localhost:1"]
     result = run(tmp_path, *words, "--", script(tmp_path, NAMED))
@@ -209,6 +211,7 @@ def test_hosts_by_name_in_any_order_with_unequal_slots(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
 def test_a_link_is_as_slow_as_it_should_be_and_bytes_are_counted(
     tmp_path: Path, sender: int, receiver: int
@@ -225,6 +228,7 @@ def test_a_link_is_as_slow_as_it_should_be_and_bytes_are_counted(
     assert links(said)[f"host{receiver} eth0"][0] < 0.05 * count
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("pairs", ["1-0,2-0", "0-1,0-2"])
 def test_both_directions_of_a_link_are_shaped(tmp_path: Path, pairs: str) -> None:
     # Two hosts share the downloads, or the uploads, of a third.
@@ -234,6 +238,7 @@ def test_both_directions_of_a_link_are_shaped(tmp_path: Path, pairs: str) -> Non
     assert longest >= LEAST_SHARE * 2 * count * 8 / rate
 
 
+@pytest.mark.full("further")
 def test_a_pair_with_a_rate_of_its_own_uses_its_direct_link(tmp_path: Path) -> None:
     count, rate = 2_000_000, 40e6
     options = ["--hosts", "3", "--rate", "1gbit", "--rate-between", "1,0=40mbit"]
@@ -246,6 +251,7 @@ def test_a_pair_with_a_rate_of_its_own_uses_its_direct_link(tmp_path: Path) -> N
     assert max(found["host1 eth0"] + found["host0 eth0"]) < 0.05 * count
 
 
+@pytest.mark.full("further")
 def test_a_script_changes_a_rate_cuts_and_restores(tmp_path: Path) -> None:
     changes = "0s:1=40mbit,1.5s:1=cut,2.4s:1=restore,7s:cut,7.9s:restore"  # twice, for a slow start
     command = [sys.executable, script(tmp_path, STREAM)]
@@ -303,6 +309,7 @@ def test_the_exit_code_is_passed_on(tmp_path: Path, code: int) -> None:
     assert json.loads(result.stdout)["exit_code"] == code
 
 
+@pytest.mark.full("further")
 def test_a_host_whose_keeper_was_killed_is_named_and_the_command_ends_as_it_did(tmp_path: Path) -> None:
     text = "import json, os, sys, time; hosts = json.load(open(os.environ['FARANDOLE_HOSTS']))\n"
     text += "os.kill(hosts[1]['keeper'], 9); time.sleep(0.3); sys.exit(3)"
@@ -313,6 +320,7 @@ def test_a_host_whose_keeper_was_killed_is_named_and_the_command_ends_as_it_did(
     assert "host0" in result.stderr
 
 
+@pytest.mark.full("further")
 def test_a_farandole_command_keeps_its_own_options(tmp_path: Path) -> None:
     words = ["farandole", "run", "-np", "3", "--", sys.executable, script(tmp_path, "print('here')")]
     result = run(tmp_path, "emulate", "--hosts", "2", "--slots", "2", "--", *words)
@@ -366,6 +374,7 @@ def check_nothing_is_left(made: list[int], networks: set[int]) -> None:
     assert not ours & {name for _, name in socket.if_nameindex()}
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_after_a_signal_nothing_is_left(tmp_path: Path, number: signal.Signals) -> None:
     with waiting(tmp_path) as (process, made, networks):
@@ -378,6 +387,7 @@ def test_after_a_signal_nothing_is_left(tmp_path: Path, number: signal.Signals) 
         assert files_of(process) == []
 
 
+@pytest.mark.full("further")
 def test_after_kill_9_nothing_is_left_and_the_next_start_takes_its_files(tmp_path: Path) -> None:
     with waiting(tmp_path) as (process, made, networks):
         process.kill()
@@ -389,6 +399,7 @@ def test_after_kill_9_nothing_is_left_and_the_next_start_takes_its_files(tmp_pat
         assert files_of(process) == []
 
 
+@pytest.mark.full("further")
 def test_kill_9_of_the_launcher_on_the_first_host_is_its_exit_code(tmp_path: Path) -> None:
     with waiting(tmp_path) as (process, made, networks):
         children = psutil.Process(process.pid).children()
@@ -400,6 +411,7 @@ def test_kill_9_of_the_launcher_on_the_first_host_is_its_exit_code(tmp_path: Pat
         assert files_of(process) == []
 
 
+@pytest.mark.full("further")
 def test_under_nohup_a_hangup_ends_nothing(tmp_path: Path) -> None:
     with waiting(tmp_path, "nohup") as (process, made, networks):
         process.send_signal(signal.SIGHUP)
@@ -435,6 +447,7 @@ def as_nobody(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full("further")
 def test_without_root_it_works_in_a_user_namespace() -> None:
     possible = as_nobody("unshare --user --map-root-user --net --uts --mount true")
     if possible.returncode:
@@ -471,6 +484,7 @@ def test_a_kernel_that_refuses_is_an_error_of_one_line(tmp_path: Path) -> None:
 # -- bad input -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gate_cases("--hosts 0---hosts 0: expected 1 to 200")
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
@@ -499,6 +513,7 @@ def test_bad_input_is_an_error_of_one_line(tmp_path: Path, options: str, problem
     check_refused(run(tmp_path, "emulate", *options.split(), "--", "true"), problem)
 
 
+@pytest.mark.gate_cases("command3-unknown command 'run'; did you mean: -- farandole run ...")
 @pytest.mark.parametrize(
     ("command", "problem"),
     [

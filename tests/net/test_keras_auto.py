@@ -13,7 +13,7 @@ import pytest
 from farandole.observe.read.run_reader import read_run
 from tests.ranks.keras_jobs import MOST_SECONDS, needs_keras, needs_tensorflow, said_file, start_module
 
-pytestmark = [pytest.mark.net, needs_keras, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full("slow"), pytest.mark.net, needs_keras, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("tensorflow", marks=needs_tensorflow), "torch"])

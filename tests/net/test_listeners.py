@@ -16,7 +16,11 @@ from farandole.launch.job.emulated_hosts import HostNamespaces, entering
 from tests.net.cluster import Cluster, cluster, why_impossible
 from tests.ranks.test_launch import script
 
-pytestmark = [pytest.mark.net, pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible")]
+pytestmark = [
+    pytest.mark.full("slow"),
+    pytest.mark.net,
+    pytest.mark.skipif(bool(why_impossible()), reason=why_impossible() or "possible"),
+]
 
 TELL = """
 import json, os

@@ -69,7 +69,7 @@ def train(
     return [json.loads((directory / f"said.{rank}").read_text()) for rank in range(2)]
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("codec", ["none", "int4"])
 def test_a_meeting_sends_what_one_exchange_does_and_nothing_is_sent_between(codec: str, tmp_path: Path) -> None:
     packer = Integers(4, 256, stochastic=False)
@@ -83,7 +83,7 @@ def test_a_meeting_sends_what_one_exchange_does_and_nothing_is_sent_between(code
                 assert expected <= sent <= 1.06 * expected + AGREEING_BYTES, (step, sent)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(("rate", "local"), [("5mbit", True), ("1gbit", False)])
 def test_auto_takes_local_steps_on_a_slow_link_and_claims_nothing_on_a_fast_one(
     rate: str, local: bool, tmp_path: Path

@@ -10,7 +10,7 @@ from farandole.core.cluster.cluster import OPERATIONS
 from farandole.core.cluster.cluster_file import read_cluster
 from tests.warm import run
 
-pytestmark = pytest.mark.net
+pytestmark = [pytest.mark.net, pytest.mark.full("slow")]
 ON_HOSTS = ("emulate", "--hosts", "2", "--slots", "2", "--rate", "1gbit", "--", "farandole", "measure")
 
 

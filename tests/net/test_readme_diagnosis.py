@@ -14,7 +14,7 @@ from tests.warm import run
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = [pytest.mark.net, pytest.mark.alone, pytest.mark.full]
+pytestmark = [pytest.mark.net, pytest.mark.alone, pytest.mark.full("busy")]
 
 
 @pytest.mark.timeout(200)

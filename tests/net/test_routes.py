@@ -114,6 +114,7 @@ def packed_bytes(ranks: int) -> int:
     return ranks * packer.packed_bytes(piece_elements(ELEMENTS, packer.block, ranks))
 
 
+@pytest.mark.full("slow")
 def test_hierarchical_is_taken_and_sends_each_byte_once(tmp_path: Path) -> None:
     said = train(tmp_path)
     assert {each["route"] for each in said} == {"hierarchical"}
@@ -130,6 +131,7 @@ def test_hierarchical_with_a_codec_sends_the_packed_bytes(tmp_path: Path) -> Non
     check_bytes(said, 2 * (2 - 1) / 2 * packed_bytes(2))
 
 
+@pytest.mark.full("further")
 def test_flat_is_a_ring_through_all_ranks(tmp_path: Path) -> None:
     said = train(tmp_path, route="flat")
     assert {each["route"] for each in said} == {"flat"}
@@ -137,10 +139,12 @@ def test_flat_is_a_ring_through_all_ranks(tmp_path: Path) -> None:
     check_bytes(said, 2 * (4 - 1) / 4 * 4 * ELEMENTS)
 
 
+@pytest.mark.full("slow")
 def test_flat_with_a_codec_sends_as_often_as_a_host_has_ranks(tmp_path: Path) -> None:
     check_bytes(train(tmp_path, route="flat", codec="int8"), 2 * 2 * (2 - 1) / 2 * packed_bytes(4))
 
 
+@pytest.mark.full("slow")
 def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +160,13 @@ def test_auto_compares_the_routes_and_keeps_the_one_that_sends_less(
     assert " Mbit/s a rank" in line
 
 
+@pytest.mark.full("further")
 def test_shared_is_refused_on_two_hosts(tmp_path: Path) -> None:
     for each in train(tmp_path, route="shared"):
         assert "route = 'shared', but the ranks are on 2 hosts" in each["problem"]
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("plan", [{}, {"codec": "int8"}, {"route": "flat"}])
 def test_a_killed_rank_is_named_and_nothing_is_left(tmp_path: Path, plan: dict[str, str]) -> None:
     before = memory_names()

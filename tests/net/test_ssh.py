@@ -65,6 +65,7 @@ def run_on_two(hosts: Cluster, directory: Path) -> subprocess.CompletedProcess[s
     return hosts.run("run", *ranks, "--", sys.executable, script(directory, TELL), cwd=directory)
 
 
+@pytest.mark.full("further")
 def test_ranks_run_where_they_should_and_meet_over_the_network(hosts: Cluster, tmp_path: Path) -> None:
     environment = {"SECRET_OF_MINE": "do $(not) 'print' me", "NOT_ASKED_FOR": "1", "OMP_PROC_BIND": "true"}
     result = hosts.run(
@@ -90,6 +91,7 @@ def test_ranks_run_where_they_should_and_meet_over_the_network(hosts: Cluster, t
     assert not (run / ".token").exists()
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 0), (signal.SIGTERM, 143)])
 def test_a_warning_reaches_ranks_that_listen_on_other_hosts(
     hosts: Cluster, tmp_path: Path, number: int, code: int
@@ -103,6 +105,7 @@ def test_a_warning_reaches_ranks_that_listen_on_other_hosts(
     assert process.returncode == code
 
 
+@pytest.mark.full("further")
 def test_bridges_are_not_taken_for_the_network(hosts: Cluster, tmp_path: Path) -> None:
     """Both hosts have a docker0 with one and the same address, as two machines with containers have."""
     enter = [["nsenter", f"--net=/proc/{host.keeper}/ns/net"] for host in hosts.network.hosts[:2]]
@@ -118,6 +121,7 @@ def test_bridges_are_not_taken_for_the_network(hosts: Cluster, tmp_path: Path) -
     assert {values["MASTER_ADDR"] for values in lines_of(result).values()} == {hosts.network.hosts[0].address}
 
 
+@pytest.mark.full("slow")
 def test_training_on_a_host_with_a_file_system_of_its_own(hosts: Cluster, tmp_path: Path) -> None:
     """host1 has another disk in the place of ours: events, crashes and whatever a rank left are sent back."""
     shared = tmp_path / "runs"
@@ -149,6 +153,7 @@ def test_training_on_a_host_with_a_file_system_of_its_own(hosts: Cluster, tmp_pa
     assert not list(Path("/tmp").glob("farandole-run-*"))
 
 
+@pytest.mark.full("further")
 def test_nothing_secret_is_in_any_list_of_processes(hosts: Cluster, tmp_path: Path) -> None:
     secret = "hunter2-of-the-test"
     seen: set[str] = set()
@@ -187,6 +192,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.gate_cases("bad option")
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(hosts: Cluster, tmp_path: Path, name: str) -> None:
     words, code, says = REFUSED[name]
@@ -219,6 +225,7 @@ def test_a_host_key_that_is_not_known_or_has_changed(hosts: Cluster, tmp_path: P
     assert f"farandole: host host1 failed: {says}" in result.stderr
 
 
+@pytest.mark.full("further")
 def test_another_version_is_refused(hosts: Cluster, tmp_path: Path) -> None:
     """One host has another farandole in the place of ours."""
     import farandole
@@ -237,6 +244,7 @@ def test_another_version_is_refused(hosts: Cluster, tmp_path: Path) -> None:
     assert "-m pip install -e COPY" in result.stderr
 
 
+@pytest.mark.full("further")
 def test_another_commit_of_the_working_directory_is_told(hosts: Cluster, tmp_path: Path) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
@@ -253,6 +261,7 @@ def test_another_commit_of_the_working_directory_is_told(hosts: Cluster, tmp_pat
     assert result.stdout == "[0] ran\n"
 
 
+@pytest.mark.full("slow")
 def test_ten_starts_leave_nothing(hosts: Cluster, tmp_path: Path) -> None:
     """No process, no socket, no file but the runs."""
     quick = script(tmp_path, "print('here')")
@@ -287,6 +296,7 @@ def state(hosts: Cluster, directory: Path) -> list[object]:
     return [children, files, agents]
 
 
+@pytest.mark.full("further")
 def test_a_host_with_too_few_cores_says_so_before_its_ranks_start(hosts: Cluster, tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     ranks = ("-H", f"host0:{cores + 1},host1:1", *hosts.options)
@@ -313,6 +323,7 @@ def test_more_threads_than_cores_of_a_rank_are_said_for_each_host(hosts: Cluster
     ]
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 @pytest.mark.timeout(2 * MOST_SECONDS)
 def test_the_walkthroughs_keras_script_trains_on_hosts_as_in_one_process(hosts: Cluster, tmp_path: Path) -> None:

@@ -199,6 +199,7 @@ CASES = (
 )
 
 
+@pytest.mark.gate_cases("sshd killed-training")
 @pytest.mark.parametrize(("name", "phase"), CASES)
 def test_fault(hosts: Cluster, tmp_path: Path, name: str, phase: str) -> None:
     fault = FAULTS[name]
@@ -253,6 +254,7 @@ def sessions(hosts: Cluster) -> list[psutil.Process]:
     return [each for server in hosts.servers for each in psutil.Process(server.pid).children(recursive=True)]
 
 
+@pytest.mark.full("slow")
 def test_a_network_that_is_away_for_two_seconds(hosts: Cluster, tmp_path: Path) -> None:
     text = 'import os, time\nopen(f"pids.{os.environ[\'RANK\']}", "w").write(str(os.getpid()))\n'
     text += 'for _ in range(70):\n    print("works", flush=True)\n    time.sleep(0.1)\n'
@@ -275,6 +277,7 @@ def test_a_network_that_is_away_for_two_seconds(hosts: Cluster, tmp_path: Path) 
     assert out.count("works") == 140
 
 
+@pytest.mark.full("further")
 def test_a_full_disk(hosts: Cluster, tmp_path: Path) -> None:
     """The run directory fills up under the launcher, which says so once; the job goes on to its end."""
     full = tmp_path / "full"

@@ -49,6 +49,7 @@ def words(hosts: Cluster, tmp_path_factory: pytest.TempPathFactory) -> list[str]
     return ["top", f"host1:{place / 'first run'}", "--python", str(python), "--ssh-command", ssh]
 
 
+@pytest.mark.full("slow")
 def test_the_state_of_a_run_of_another_host(hosts: Cluster, words: list[str], tmp_path: Path) -> None:
     done = hosts.run(*words, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,6 +60,7 @@ def test_the_state_of_a_run_of_another_host(hosts: Cluster, words: list[str], tm
     assert set((place / "asked").read_text().split()) == {"host1"}
 
 
+@pytest.mark.full("slow")
 def test_it_is_drawn_on_a_terminal_until_the_run_is_over(hosts: Cluster, words: list[str], tmp_path: Path) -> None:
     terminal = "import pty, sys; sys.exit(pty.spawn(sys.argv[1:]) >> 8)"
     command = [sys.executable, "-c", terminal, *FARANDOLE, *words, "--every", "0.2"]

@@ -125,6 +125,7 @@ def loss_after_training(codec: str) -> float:
         return float(forward([parameter.unsqueeze(0) for parameter in parameters], validation.unsqueeze(0)))
 
 
+@pytest.mark.full("further")
 def test_exact_training_learns() -> None:
     training, validation = windows()
     counts = torch.bincount(training[:, -1], minlength=SYMBOLS) + 1.0
@@ -132,6 +133,7 @@ def test_exact_training_learns() -> None:
     assert loss_after_training("none") < 0.9 * frequencies, "better than knowing how often each letter comes"
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", list(BOUNDS))
 def test_training_by_a_codec_ends_where_exact_training_ends(codec: str) -> None:
     loss, exact = loss_after_training(codec), loss_after_training("none")

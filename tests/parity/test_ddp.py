@@ -118,6 +118,7 @@ def language_model() -> nn.Module:
     return LanguageModel(width=32, depth=2, heads=4, context=16)
 
 
+@pytest.mark.gate_cases("shared-sgd")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("route", ["flat", "shared"])
 @ranks(2)
@@ -129,6 +130,7 @@ def test_weights_of_a_language_model_are_those_of_ddp(route: Route, optimizer: s
     assert_same_bits(mine)
 
 
+@pytest.mark.gate_cases("flat-float64-float64")
 @pytest.mark.parametrize(
     "dtypes",
     [
@@ -146,6 +148,7 @@ def test_weights_of_any_dtype_are_those_of_ddp(route: Route, dtypes: tuple[torch
     assert_equal_weights(*train_both(Layers(*dtypes), square_loss, Recipe(), fd.Plan(route=route)))
 
 
+@pytest.mark.gate_cases("flat-adamw")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("route", ["flat", "shared"])
 @ranks(2)
@@ -170,6 +173,7 @@ def test_unused_parameters_are_those_of_ddp(route: Route, optimizer: str) -> Non
     assert torch.equal(model.never.weight, never), "no decay of what has no gradient"
 
 
+@pytest.mark.gate_cases("flat")
 @pytest.mark.parametrize("route", ["flat", "shared"])
 @ranks(3)
 def test_weights_of_three_ranks_are_those_of_ddp_within_rounding(route: Route) -> None:

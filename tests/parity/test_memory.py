@@ -14,6 +14,8 @@ import pytest
 
 from tests.warm import run
 
+pytestmark = pytest.mark.full("slow")
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/memory_vs_ddp.py"
 
 

@@ -19,6 +19,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return play_both("accelerate_script", tmp_path_factory.mktemp("accelerate"))
 
 
+@pytest.mark.gate_cases("several")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", ["plain", "metrics", "loaded", "several", "accumulated"])
 def test_two_ranks_compute_what_accelerate_does_on_one_process(

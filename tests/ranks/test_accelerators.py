@@ -31,6 +31,7 @@ def parameters_of(*, here: bool) -> Sequence[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(layer.weight.detach())) for name, layer in (("first", first), ("second", there))]
 
 
+@pytest.mark.gate_cases("{'codec': 'int8'}-codec 'int8'")
 @pytest.mark.parametrize(
     ("plan", "what"),
     [

@@ -37,6 +37,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, coun
     return 0 if reducer is None else reducer.exchanges_done
 
 
+@pytest.mark.gate_cases("1-44")
 @pytest.mark.parametrize("count", [48, 44, 41])
 @ranks(1, 2, 3)
 def test_windows_with_uneven_batches_and_a_partial_one_are_those_of_one_process(count: int) -> None:
@@ -56,6 +57,7 @@ def test_windows_with_uneven_batches_and_a_partial_one_are_those_of_one_process(
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_the_step_exchanges_what_no_pass_outside_did() -> None:
     fd.init()

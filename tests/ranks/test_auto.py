@@ -83,6 +83,7 @@ def test_it_chooses_the_same_on_all_ranks_and_stays_exact_unless_lossy_is_allowe
     assert_close(model, reference)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_link_that_becomes_slow_changes_the_codec_on_all_ranks_in_the_same_step() -> None:
     """The tuner is told that the link became slow; the probes and all that follows are real."""
@@ -180,6 +181,7 @@ def test_a_tuned_model_can_be_copied_and_pickled() -> None:
     assert torch.equal(copy.deepcopy(model)(x), model(x))
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_slices_of_all_local_ranks_get_the_same_codec() -> None:
     """Two circles across two hosts measure two links; the choice must be one."""
@@ -210,6 +212,7 @@ def test_a_codec_that_a_person_chose_stays() -> None:
         assert "2.weight" not in choice.codecs
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_the_route_follows_the_links_that_were_measured() -> None:
     """The tuner is told links by how many use them at once; probes, routes and sums are real."""

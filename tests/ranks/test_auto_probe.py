@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,6 +12,8 @@ import farandole as fd
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_same_bits
+
+pytestmark = pytest.mark.full("further")
 
 STEPS = 16
 SEND_BYTES = 32 * 1024

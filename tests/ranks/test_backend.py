@@ -60,6 +60,7 @@ def without_gloo(text: str) -> str:
     return "".join(line for line in text.splitlines(keepends=True) if not line.startswith("[Gloo] "))
 
 
+@pytest.mark.gate_cases("2-one host")
 @takes(60)
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @ranks(2, 3)
@@ -70,6 +71,7 @@ def test_generated_programs_give_what_gloo_gives(apart: bool) -> None:
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @takes(60)
 @ranks(4)
 def test_generated_programs_on_hosts_with_several_ranks_give_what_gloo_gives() -> None:
@@ -154,6 +156,7 @@ def test_calls_that_differ_are_an_error_on_all_ranks(apart: bool) -> None:
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @ranks(2)
 def test_every_wait_has_an_end(apart: bool) -> None:
@@ -183,6 +186,7 @@ def test_every_wait_has_an_end(apart: bool) -> None:
     fd.shutdown()
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("ranks_a_host", [4, 1, 2], ids=["one host", "messages", "hosts of two"])
 @ranks(4)
 def test_a_stopped_rank_is_named_by_all_others(ranks_a_host: int) -> None:
@@ -339,6 +343,7 @@ def places(size: int) -> list[dict[str, str]]:
 SCRIPT = str(Path(backend_script.__file__))
 
 
+@pytest.mark.full("further")
 @patient
 def test_a_stock_script_trains_as_with_gloo_and_may_leave_without_a_word(tmp_path: Path) -> None:
     with started(tmp_path, [SCRIPT, "train"], places(2)) as both:
@@ -348,6 +353,7 @@ def test_a_stock_script_trains_as_with_gloo_and_may_leave_without_a_word(tmp_pat
         assert "terminate called" not in both[0].err
 
 
+@pytest.mark.full("further")
 @patient
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     with started(tmp_path, [SCRIPT, "die"], places(2)) as both:

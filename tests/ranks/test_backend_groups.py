@@ -26,6 +26,7 @@ def total(group: Any, value: float) -> float:
     return tensor.item()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @ranks(3)
 def test_a_rank_that_never_comes_is_named_on_every_rank(apart: bool) -> None:
@@ -40,6 +41,7 @@ def test_a_rank_that_never_comes_is_named_on_every_rank(apart: bool) -> None:
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_groups_made_in_another_order_are_no_groups() -> None:
     rank = fd.init().rank
@@ -101,6 +103,7 @@ def test_the_order_of_ranks_objects_and_groups_of_one() -> None:
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @ranks(3)
 def test_a_group_can_be_split(apart: bool) -> None:
@@ -198,6 +201,7 @@ def test_no_way_to_end_aborts_a_process(tmp_path: Path) -> None:
             assert "Traceback" not in rank.err
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_init_makes_groups_of_the_backend_that_it_is_asked_for() -> None:
     means = {}

@@ -29,6 +29,7 @@ def play_all(seeds: Iterable[int], ranks_a_host: int) -> None:
     fd.shutdown()
 
 
+@pytest.mark.gate_cases("2-one host", "2-messages", "3-two a host", "4-messages", "4-two a host")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(2, 3, 4)
 @takes(60)
@@ -36,6 +37,7 @@ def test_programs_give_what_their_inputs_say(layout: str) -> None:
     play_all(range(FEW), LAYOUTS[layout])
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @ranks(2, 3, 4)
 @takes(500)

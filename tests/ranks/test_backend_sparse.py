@@ -34,6 +34,7 @@ def of_all(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.gate_cases("2-messages")
 @takes(60)
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @ranks(2, 3)

@@ -115,6 +115,7 @@ def one_ahead(batches: Iterable[Any]) -> Iterator[Any]:
         yield current
 
 
+@pytest.mark.gate_cases("keys0", "keys2", "keys4")
 @pytest.mark.parametrize(
     "keys", [{}, {"accumulate": 2}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"clip_norm": 0.3}]
 )
@@ -283,6 +284,7 @@ def test_a_cap_is_kept() -> None:
     assert_near(model, alone(1))
 
 
+@pytest.mark.full("busy")
 @ranks(4)
 @takes(90)
 def test_four_ranks_of_which_one_is_half_as_fast() -> None:
@@ -309,6 +311,7 @@ def test_four_ranks_of_which_one_is_half_as_fast() -> None:
     assert seconds["none"] / seconds["speed"] >= 1.55, f"{seconds}"
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 @takes(60)
 def test_a_rank_with_a_slow_loader_keeps_its_samples() -> None:

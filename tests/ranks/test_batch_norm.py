@@ -48,6 +48,7 @@ def assert_both_alike(model: nn.Module, reference: nn.Module) -> None:
     torch.testing.assert_close(model.eval()(x), reference.eval()(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("count", [12, 14])
 @ranks(3)
 def test_synchronised_batch_norm_is_that_of_one_process(count: int) -> None:

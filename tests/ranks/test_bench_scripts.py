@@ -33,6 +33,7 @@ for step, (a,) in enumerate(fd.shard(DataLoader(TensorDataset(x), batch_size=bat
 """
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 def test_scaling_of_a_script_whose_compute_is_known(tmp_path: Path) -> None:
     done = run(
@@ -54,6 +55,7 @@ def test_scaling_of_a_script_whose_compute_is_known(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("runs")), "its runs are gone"
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
     text = "import os, sys; sys.exit(7 if os.environ['WORLD_SIZE'] == '2' else 0)"
@@ -71,6 +73,7 @@ def test_scaling_says_which_run_failed(tmp_path: Path) -> None:
     assert "0 of 1 ranks recorded steps" in silent.stderr.splitlines()[-1]
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(200)
 def test_a_step_of_images_in_16_bits(tmp_path: Path) -> None:
     done = run(

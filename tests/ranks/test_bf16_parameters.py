@@ -47,6 +47,7 @@ def test_each_value_becomes_a_neighbour_and_what_is_not_finite_stays() -> None:
     assert bool(kept[2].isnan()), kept
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 2)
 def test_an_update_that_bfloat16_would_lose_makes_progress() -> None:
     """1000 steps of -1e-4 each, of a weight of 1: the next smaller bfloat16 number is 4e-3 away."""
@@ -65,6 +66,7 @@ def test_an_update_that_bfloat16_would_lose_makes_progress() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("1-keys3")
 @pytest.mark.parametrize("keys", [{}, {"codec": "int8"}, {"clip_norm": 0.5}, {"accumulate": 2}])
 @ranks(1, 2)
 def test_training_follows_float32(keys: dict[str, Any]) -> None:
@@ -115,6 +117,7 @@ def test_a_step_in_parts_is_the_step() -> None:
     assert all(map(torch.equal, *found)), "a step in parts gives other parameters"
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 2)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Any) -> None:
     fd.init()

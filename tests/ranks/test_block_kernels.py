@@ -43,7 +43,7 @@ TEXTS = ["int8", "int4", "int8:block=64", "int4:block=64", "int8:block=16", "int
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="needs Triton (pip install triton)"
 )
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.full("slow")]
 Way = Callable[[torch.Tensor, FeedbackState, GroupRank], Exchange]
 
 

@@ -39,6 +39,7 @@ def own_groups(rank: int) -> set[tuple[int, ...]]:
     return {(0, 1) if rank < 2 else (2, 3), (0, 2) if rank % 2 == 0 else (1, 3)}
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_sums_of_all_types_and_reductions() -> None:
     pretend_two_hosts()
@@ -77,6 +78,7 @@ def test_narrow_floats_are_rounded_once() -> None:
         assert run(it, "half", "allreduce", half, reduction="average").eq(40_000.0).all()
 
 
+@pytest.mark.gate_cases("powersgd:2")
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.05", "powersgd:2"])
 @ranks(4, **TWO_HOSTS)
 def test_codecs_send_the_mean_of_a_host_and_keep_what_they_lost(codec: str) -> None:
@@ -106,6 +108,7 @@ def test_codecs_send_the_mean_of_a_host_and_keep_what_they_lost(codec: str) -> N
         assert again.isfinite().all()
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_numbers_that_are_not_finite_in_several_segments_hang_nobody() -> None:
     """Slices of one segment skip as many rounds as the others, whichever of them holds the infinity."""

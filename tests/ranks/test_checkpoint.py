@@ -82,6 +82,7 @@ class Run:
         return [*map(str, state), *(str(fingerprint(each)) for each in moments)]
 
 
+@pytest.mark.gate_cases("1")
 @takes(90)
 @ranks(1, 2, 3, 4)
 def test_a_resumed_run_is_bitwise_the_same(tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def load_on(tmp_path: Path) -> None:
     assert torch.equal(alone.weight, model["0.weight"])
 
 
+@pytest.mark.gate_cases("1-4")
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4), (2, 1)])
 def test_another_number_of_ranks_goes_on(tmp_path: Path, before: int, after: int) -> None:
@@ -173,6 +175,7 @@ def train_sharded(model: Any, optimizer: Any, seeds: range) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_fsdp2_resumes_and_loads_into_a_plain_model_and_back(tmp_path: Path) -> None:
     fd.init()
@@ -218,6 +221,7 @@ def on_main(act: Any) -> None:
     fd.barrier()
 
 
+@pytest.mark.full("slow")
 @takes(60)
 @ranks(2)
 def test_bad_input_is_one_error_on_every_rank_and_changes_nothing(tmp_path: Path) -> None:
@@ -276,6 +280,7 @@ def test_bad_input_is_one_error_on_every_rank_and_changes_nothing(tmp_path: Path
     assert "is not the directory that rank 0 sees" in error_of(lambda: fd.save(own, run.model, step=1))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_ranks_that_count_by_other_optimizers_save_one_step(tmp_path: Path) -> None:
     """Rank 1 still holds an earlier training, whose optimizer leads there; a step that is given must be equal."""
@@ -365,6 +370,7 @@ def test_a_preempted_job_saves_and_stops_on_all_ranks(tmp_path: Path) -> None:
         preemption._warning = preemption._WarningSignal()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_writer_that_is_killed_is_an_alarm_and_the_next_save_works(tmp_path: Path) -> None:
     here = fd.init(run_dir=tmp_path / "run")
@@ -455,6 +461,7 @@ def fill_disk(place: Path, run_directory: Path) -> None:
         assert "ALARM: step 4" in progress_line({**rows[0], "alarm": alarms[5]})
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(120)
 def test_training_goes_on_when_the_disk_is_full(small_disk: Path, tmp_path: Path) -> None:
     fill_disk(place=small_disk, run_directory=tmp_path / "run")

@@ -11,6 +11,8 @@ import pytest
 
 from tests.programs.checkpoint_crashes import why_impossible
 
+pytestmark = pytest.mark.full("slow")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

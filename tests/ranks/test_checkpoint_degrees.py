@@ -156,6 +156,7 @@ FOUR: list[tuple[list[str], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("degrees", "keys"), FOUR, ids=["-".join(each) for each, _ in FOUR])
 def test_a_model_of_two_degrees_is_saved_whole_and_resumed(

@@ -56,6 +56,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(each)
 
 
+@pytest.mark.gate_cases("2-randomk:0.01")
 @pytest.mark.parametrize("codec", CODECS)
 @takes(60)
 @ranks(2, 3)
@@ -185,6 +186,7 @@ def require_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert not different, f"{what}: other bits of {different}"
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("backend", ["gloo", "farandole"])
 @pytest.mark.parametrize(("before", "after"), [(2, (4, 1, 3)), (4, (2,)), (1, (4,))])

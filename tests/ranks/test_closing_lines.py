@@ -31,6 +31,7 @@ for step in range(40):
 """
 
 
+@pytest.mark.full("slow")
 def test_a_run_ends_with_its_verdict_and_the_next_command(tmp_path: Path) -> None:
     result = warm.run(
         tmp_path, "run", "-np", "2", "--run-dir", "a run", "--", sys.executable, script(tmp_path, TRAINS)
@@ -74,6 +75,7 @@ def test_long_records_are_not_read_at_the_end(tmp_path: Path, monkeypatch: pytes
     assert _what_next(run).splitlines() == [f"{'run directory':<24} {run}", f"{'next':<24} farandole diagnose r"]
 
 
+@pytest.mark.full("further")
 def test_two_thousand_steps_still_have_a_verdict(tmp_path: Path) -> None:
     run = make_phased_run(tmp_path / "r", steps=2000)
     assert brief.brief_verdict(run)

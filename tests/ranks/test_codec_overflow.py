@@ -51,6 +51,7 @@ def backward(model: nn.Linear, optimizer: torch.optim.Optimizer, value: float) -
     return bool(torch.isfinite(model.weight.grad).all())
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_one_bad_step_by_every_codec() -> None:
     fd.init()
@@ -157,6 +158,7 @@ LEFT = 1.5e38
 """A residual, as earlier steps may leave it: sums with gradients of `HUGE` overflow, those with 1 do not."""
 
 
+@pytest.mark.gate_cases("2")
 @ranks(2, 3)
 def test_a_sum_that_overflows_at_its_owner_is_known_to_all_ranks() -> None:
     fd.init()

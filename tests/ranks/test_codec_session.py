@@ -76,6 +76,7 @@ def simulated(codec: str, turns: int) -> list[dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize("codec", ["int8", "int4:rounding=stochastic", "topk:0.05,momentum=0.5", "none"])
 @ranks(2)
 def test_deltas_from_another_thread_have_the_bits_of_the_simulator(codec: str) -> None:
@@ -149,6 +150,7 @@ def given(kind: str) -> dict[str, Any]:
     return found[kind]
 
 
+@pytest.mark.gate_cases("2-a name that is no text-not supported between")
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
@@ -186,6 +188,7 @@ def damaged(state: dict[str, Any], how: str) -> dict[str, Any]:
     return found[how]
 
 
+@pytest.mark.gate_cases("2-a part is missing-the entry of 'w' has no numbers")
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -209,6 +212,7 @@ def test_loaded_state_that_does_not_fit_one_rank_is_an_error_on_all(how: str, ex
         assert torch.isfinite(session.mean({"w": torch.ones(4)})["w"]).all()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_history_that_differs_is_an_error_on_all_ranks() -> None:
     """Steps of a warm-up and random draws go by what was exchanged before: ranks would send other sizes."""
@@ -270,6 +274,7 @@ def test_ranks_with_other_codecs_are_refused() -> None:
         route.close(world)
 
 
+@pytest.mark.gate_cases("topk:0.02,momentum=0.5")
 @pytest.mark.parametrize("codec", ["randomk:0.2", "topk:0.02,momentum=0.5"])
 @ranks(2)
 def test_state_that_overflowed_is_a_mean_that_is_not_finite_on_all_ranks(codec: str) -> None:
@@ -304,6 +309,7 @@ def test_state_that_overflows_in_a_long_run_ends_in_one_bad_mean() -> None:
         assert all(seen[10:]), seen
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_names_may_change_between_exchanges_and_their_residuals_wait() -> None:
     expected = simulated_alone("int8", 2)
@@ -336,6 +342,7 @@ def simulated_alone(codec: str, turns: int) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_many_segments_of_strange_memory_orders() -> None:
     """More elements than one segment holds; tensors that are slices, and others laid out by columns."""
@@ -347,6 +354,7 @@ def test_many_segments_of_strange_memory_orders() -> None:
             assert torch.equal(mean, tensors[name] - rank + 0.5), name
 
 
+@pytest.mark.gate_cases("int8:rounding=stochastic")
 @pytest.mark.parametrize("codec", ["int8:rounding=stochastic", "topk:0.01,warmup_steps=4"])
 @ranks(2)
 def test_what_lies_in_several_segments_goes_on_as_it_was_saved(codec: str) -> None:

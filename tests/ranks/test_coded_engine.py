@@ -100,6 +100,7 @@ def segments_of(elements: int) -> Iterator[None]:
 # -- training --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", CODECS)
 @ranks(3)
 def test_ranks_train_and_hold_the_same_bits(codec: str) -> None:
@@ -115,6 +116,7 @@ def test_ranks_train_and_hold_the_same_bits(codec: str) -> None:
     assert all(0 < bucket.sent_bytes < 2 * bucket.gradients.nbytes for bucket in buckets.values())
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", ["int8", "int4", "bf16", "fp16"])
 @ranks(3)
 def test_one_rank_without_native_loops(codec: str) -> None:
@@ -140,6 +142,7 @@ def test_one_rank_without_native_loops(codec: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", ["int8", "topk:0.05", "powersgd:2"])
 @ranks(4)
 def test_four_ranks(codec: str) -> None:
@@ -186,6 +189,7 @@ def test_small_parameters_and_biases_are_exact(codec: str) -> None:
             torch.testing.assert_close(mine, exact, msg=name)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_gradients_that_are_not_float32_are_exact() -> None:
     fd.init()
@@ -210,6 +214,7 @@ def test_each_parameter_by_its_own_codec() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_convolutions_and_permuted_memory_are_matrices_too() -> None:
     fd.init()
@@ -238,6 +243,7 @@ def test_convolutions_and_permuted_memory_are_matrices_too() -> None:
         assert float((means[name] - exact).norm()) < 0.3 * float(exact.norm()), name
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_accumulation_exchanges_the_sum_once() -> None:
     fd.init()
@@ -271,6 +277,7 @@ class Branches(nn.Module):
         return torch.stack(parts).sum()
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize("codec", ["int8", "powersgd:16"])
 @ranks(2)
 def test_a_parameter_that_one_rank_does_not_use(codec: str) -> None:
@@ -303,6 +310,7 @@ def test_a_parameter_that_no_rank_uses_has_no_gradient() -> None:
         assert sorted(gradients(model)) == ["left.bias", "left.weight"]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_is_left_of_a_parameter_waits_until_it_is_used_again() -> None:
     fd.init()
@@ -362,6 +370,7 @@ def assert_clean(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 SMALL: dict[str, Any] = {"bucket_bytes": 20000, "first_bucket_bytes": 20000}
 
 
+@pytest.mark.gate_cases("nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @ranks(2)
 def test_nonfinite_gradients_are_nan_on_all_ranks(value: float) -> None:
@@ -379,6 +388,7 @@ def test_nonfinite_gradients_are_nan_on_all_ranks(value: float) -> None:
     assert_clean(model, optimizer)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_nonfinite_gradients_in_the_first_step() -> None:
     world = fd.init()
@@ -390,6 +400,7 @@ def test_nonfinite_gradients_in_the_first_step() -> None:
     assert_clean(model, optimizer)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_nonfinite_gradients_skip_the_step() -> None:
     world = fd.init()
@@ -411,6 +422,7 @@ def test_nonfinite_gradients_skip_the_step() -> None:
     assert all(bool(torch.isfinite(parameter).all()) for parameter in model.parameters())
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_nonfinite_gradients_raise_on_all_ranks() -> None:
     world = fd.init()
@@ -491,6 +503,7 @@ def assert_kept(model: nn.Module, before: dict[str, Any]) -> None:
         assert entry["numbers"] == before[name]["numbers"], name
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 @pytest.mark.parametrize("codec", DROPPED)
 @ranks(2)
@@ -618,6 +631,7 @@ def test_a_codec_for_which_a_model_is_too_small_leaves_it_exact_and_says_so_once
     assert the_reducer(models[1]).has_codecs, "the plan is for the whole run"
 
 
+@pytest.mark.gate_cases("wide-plan4-PYTHONPATH")
 @pytest.mark.parametrize(
     ("make", "plan", "text"),
     [
@@ -664,6 +678,7 @@ def test_a_pattern_for_all_takes_what_it_can() -> None:
 DEPTH = 6
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(
     "plan",
     [

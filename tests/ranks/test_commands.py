@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.ranks.test_launch import script
 from tests.warm import python, run
 
@@ -67,6 +69,7 @@ def test_run_records_summarises_and_compares_with_one_process(tmp_path: Path) ->
         assert f'<section id="{section}">' in page
 
 
+@pytest.mark.full("slow")
 def test_the_script_alone_under_farandole_and_under_torchrun_is_the_same(tmp_path: Path) -> None:
     name = trains(tmp_path)
     alone = python(tmp_path, name)
@@ -101,6 +104,7 @@ def test_verify_passes_a_healthy_script_and_stops_it_early(tmp_path: Path) -> No
     assert "         ok  parameters: the same bits on all ranks" in page.stdout
 
 
+@pytest.mark.full("further")
 def test_verify_names_what_is_wrong(tmp_path: Path) -> None:
     name = trains(tmp_path, "model.weight.data[0, 2] += world.rank * 1e-6")
     text = (
@@ -141,6 +145,7 @@ for a, b in DataLoader(rows, batch_size=8):
 """
 
 
+@pytest.mark.full("slow")
 def test_verify_compares_the_samples_of_steps_alone(tmp_path: Path) -> None:
     """Not those of an undivided evaluation with gradients, nor of a first pass that has no backward."""
     begin = TRAINS[: TRAINS.index("model = ")]
@@ -179,6 +184,7 @@ def test_verify_counts_the_samples_that_two_ranks_train_on(tmp_path: Path) -> No
     assert said["samples"].endswith(" of 48 were trained on by another rank, too, in the same step")
 
 
+@pytest.mark.full("further")
 def test_verify_stops_a_script_that_distributes_no_model(tmp_path: Path) -> None:
     name = trains(tmp_path)
     lines = [line for line in Path(name).read_text().splitlines() if "fd.distribute" not in line]
@@ -234,6 +240,7 @@ def test_verify_fails_no_training_by_adasum_which_it_cannot_compare(tmp_path: Pa
     assert "no hvd.DistributedOptimizer was seen but Adasum's" in model["answer"]
 
 
+@pytest.mark.full("slow")
 def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:
     name = trains(tmp_path)
     text = Path(name).read_text()
@@ -246,6 +253,7 @@ def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> Non
     assert "it is 2 times that (added up, and not divided)" in failed["gradients of one process"]
 
 
+@pytest.mark.full("further")
 def test_verify_of_a_script_that_never_uses_farandole(tmp_path: Path) -> None:
     result = run(tmp_path, "verify", "-np", "2", "--", sys.executable, script(tmp_path, "print(1)"))
     assert result.returncode == 1
@@ -263,6 +271,7 @@ def test_a_plan_that_the_ranks_refuse_ends_with_2(tmp_path: Path) -> None:
         assert result.returncode == 2, result.stderr
 
 
+@pytest.mark.full("further")
 def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Path) -> None:
     name = trains(tmp_path, "assert not (world.rank == 1 and world.session.steps.done == 4), 'on purpose'")
     result = run(tmp_path, "run", "-np", "2", "--", sys.executable, name)
@@ -281,6 +290,7 @@ def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Pa
         assert f"rank {rank}, comparing parameters" in log.read_text(), "every rank says it"
 
 
+@pytest.mark.full("further")
 def test_a_plan_reaches_the_script_and_is_stored(tmp_path: Path) -> None:
     text = TRAINS.replace("FAULT", "pass").replace(
         'print("weight"',
@@ -296,6 +306,7 @@ def test_a_plan_reaches_the_script_and_is_stored(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "r" / "run.json").read_text())["plan"]["accumulate"] == 2
 
 
+@pytest.mark.full("slow")
 def test_what_was_recorded_before_a_kill_can_be_read(tmp_path: Path) -> None:
     name = trains(
         tmp_path, "import time, os; time.sleep(0.3); world.session.steps.done == 8 and os.kill(os.getpid(), 9)"

@@ -81,6 +81,7 @@ def train_alone(plan: dict[str, Any]) -> torch.Tensor:
     return seen(model)
 
 
+@pytest.mark.full_cases("zero 3", "clips", "tensor", "zero 1", "zero 2")
 @pytest.mark.parametrize("plan", PLANS, ids=["clips", "zero 1", "zero 2", "zero 3", "tensor"])
 @ranks(2)
 @takes(120)
@@ -94,6 +95,7 @@ def test_what_is_compiled_trains_as_one_process(plan: dict[str, Any]) -> None:
         torch.testing.assert_close(mine, alone, rtol=1e-10, atol=1e-10, msg=lambda m: f"{what}: {m}")  # noqa: B023
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(60)
 def test_compiled_autograd_is_refused_on_all_ranks_at_every_stage() -> None:

@@ -66,6 +66,7 @@ def check(steps: int = 5, **plan: Any) -> None:
         assert not complex_members or bucket.spec.is_exact
 
 
+@pytest.mark.gate_cases("{'route': 'auto'}")
 @pytest.mark.parametrize(
     "plan",
     [
@@ -81,6 +82,7 @@ def test_by_every_route_of_two_ranks(plan: dict[str, Any]) -> None:
     check(**plan)
 
 
+@pytest.mark.gate_cases("{'codec': 'int8'}")
 @pytest.mark.parametrize("plan", [{}, {"codec": "int8"}, {"codec": "auto", "lossy": True}], ids=str)
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_across_hosts(plan: dict[str, Any]) -> None:

@@ -49,6 +49,7 @@ def train(
     return losses
 
 
+@pytest.mark.gate_cases("3-heads")
 @pytest.mark.parametrize("kind", ["ring", "heads"])
 @ranks(2, 3, 4)
 def test_training_is_that_of_one_process(kind: str) -> None:
@@ -75,6 +76,7 @@ def test_training_is_that_of_one_process(kind: str) -> None:
         assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("{'zero': 1}")
 @pytest.mark.parametrize(
     "settings",
     [{"recompute": "blocks"}, {"zero": 1}, {"zero": 3}, {"precision": "bf16"}, {"clip_norm": 0.1}],

@@ -86,6 +86,7 @@ class Case:
         return [output.detach(), *torch.autograd.grad(output, operands, part(self.grad, 2))]
 
 
+@pytest.mark.gate_cases("2")
 @ranks(2, 3, 4)
 def test_generated_calls_are_those_of_one_process() -> None:
     group = context_group()
@@ -104,6 +105,7 @@ def test_generated_calls_are_those_of_one_process() -> None:
     block_attention.SLICE_BYTES = before
 
 
+@pytest.mark.gate_cases("4-dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @ranks(2, 4)
 def test_messages_and_bytes_are_the_formula(dtype: torch.dtype) -> None:

@@ -66,6 +66,7 @@ class OnlyLoss(Text):
         return super().forward(tokens).logsumexp((0, 1)).sum()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_models_that_mix_tokens_elsewhere_are_found_at_the_first_pass() -> None:
     fd.init()

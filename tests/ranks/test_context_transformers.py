@@ -50,6 +50,7 @@ def assert_same_gradients(model: nn.Module, reference: nn.Module) -> None:
             torch.testing.assert_close(own.grad, other.grad, rtol=1e-5, atol=1e-6, msg=f"gradient of {name}")
 
 
+@pytest.mark.full("further")
 @ranks(2)
 @takes(60)
 def test_llama_and_bert_train_as_in_one_process() -> None:
@@ -83,6 +84,7 @@ def test_llama_and_bert_train_as_in_one_process() -> None:
     assert_same_gradients(model, masked)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(60)
 def test_other_attention_and_windows_are_refused() -> None:

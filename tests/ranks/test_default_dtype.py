@@ -56,6 +56,7 @@ def trained(codec: str, steps: int = 3) -> nn.Sequential:
     return model
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("dtype", TYPES)
 @ranks(2)
 def test_every_codec_gives_the_bits_it_gives_by_default(dtype: torch.dtype) -> None:
@@ -68,6 +69,7 @@ def test_every_codec_gives_the_bits_it_gives_by_default(dtype: torch.dtype) -> N
             assert torch.equal(value, found.state_dict()[name]), (codec, name)
 
 
+@pytest.mark.gate_cases("dtype2")
 @pytest.mark.parametrize("dtype", TYPES)
 @ranks(2)
 def test_codec_auto_chooses(dtype: torch.dtype) -> None:

@@ -134,6 +134,7 @@ OTHERS: list[tuple[tuple[str, str], dict[str, Any]]] = [
 """Pairs with other keys."""
 
 
+@pytest.mark.gate_cases("shard-tensor")
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @ranks(4)
 @takes(60)
@@ -141,6 +142,7 @@ def test_a_pair_of_degrees_trains_as_one_process(pair: tuple[str, str]) -> None:
     train(plan_of(pair, clip_norm=0.5))
 
 
+@pytest.mark.gate_cases("data-tensor-1")
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: "-".join(map(str, (*case[0], *case[1].values()))))
 @ranks(4)
 @takes(60)
@@ -167,6 +169,7 @@ def test_what_does_not_combine_is_refused_by_name_on_every_rank() -> None:
         )
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("pair", [("data", "tensor"), ("tensor", "pipeline")], ids="-".join)
 @ranks(4)
 @takes(60)
@@ -193,6 +196,7 @@ def test_dropout_leaves_equal_parameters_on_ranks_that_have_the_same(pair: tuple
         assert everyones[rank] == whole, f"whole parameters of rank {rank} and {here.rank} differ"
 
 
+@pytest.mark.full("busy")
 @pytest.mark.parametrize(
     "triple",
     [

@@ -17,6 +17,7 @@ from tests.unit.bench.test_data import FASHION
 from tests.warm import run
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(150)
 def test_the_demo_on_text(tmp_path: Path) -> None:
     result = run(tmp_path, "demo", "--steps", "6", "--run-dir", "d", timeout=140)
@@ -29,6 +30,7 @@ def test_the_demo_on_text(tmp_path: Path) -> None:
     assert "one process" in (tmp_path / "d" / "report.html").read_text()
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(150)
 def test_the_demo_on_images(tmp_path: Path) -> None:
     if not FASHION.is_dir():
@@ -52,6 +54,7 @@ def test_the_demo_on_a_damaged_file(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_demo_that_is_stopped_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     mark = str(tmp_path / "run")

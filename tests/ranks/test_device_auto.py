@@ -80,6 +80,7 @@ def test_a_slow_link_gets_a_codec_after_three_steps(monkeypatch: pytest.MonkeyPa
     assert measured[0].bytes_per_second > 1e5
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_between_hosts_of_several_ranks_slices_are_measured_and_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_two_hosts()

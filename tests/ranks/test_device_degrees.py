@@ -45,7 +45,9 @@ def trained(plan: fd.Plan, data_rank: int) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02,exact=true", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("topk:0.02,exact=true", marks=pytest.mark.full("further"))]
+)
 @pytest.mark.parametrize(
     "degrees",
     [{"tensor": 2}, {"pipeline": 2, "micro_batches": 2}],

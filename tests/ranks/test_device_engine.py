@@ -124,6 +124,9 @@ def state_of(model: nn.Module) -> list[torch.Tensor]:
     return [each.detach() for each in [*model.parameters(), *kept] if torch.is_tensor(each)]
 
 
+@pytest.mark.gate_cases(
+    "fp8", "int8", "int4", "sign", "powersgd:2", "topk:0.02,exact=true,momentum=0.5,clip_norm=1.0"
+)
 @pytest.mark.parametrize("codec", CODECS)
 @ranks(2)
 def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
@@ -141,7 +144,7 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full) for each in CODECS]
+    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full("further")) for each in CODECS]
 )
 @ranks(4, **TWO_HOSTS)
 def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:

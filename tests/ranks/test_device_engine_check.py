@@ -102,6 +102,7 @@ def test_a_device_that_was_never_tested_is_named_once(passed: bool) -> None:
     assert notices == ([] if passed or world.rank else expected)
 
 
+@pytest.mark.full("further")
 def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     done = run(tmp_path, "test", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr

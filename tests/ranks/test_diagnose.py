@@ -137,6 +137,7 @@ def diagnosis_of(
     return diagnose(directory)
 
 
+@pytest.mark.full("busy")
 @pytest.mark.parametrize("phase", ["backward", "forward"])
 def test_a_rank_that_is_slow_while_it_computes(phase: str, tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, ("", phase))
@@ -147,6 +148,7 @@ def test_a_rank_that_is_slow_while_it_computes(phase: str, tmp_path: Path) -> No
     assert first.seconds == pytest.approx(FAULT, rel=0.15)
 
 
+@pytest.mark.full("busy")
 def test_a_rank_whose_data_is_slow(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, loaders=(FAULT, 0.0))
     first = found.findings[0]
@@ -154,6 +156,7 @@ def test_a_rank_whose_data_is_slow(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(FAULT, rel=0.15)
 
 
+@pytest.mark.full("busy")
 def test_all_ranks_wait_for_data(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, loaders=(FAULT, FAULT))
     first = found.findings[0]
@@ -161,6 +164,7 @@ def test_all_ranks_wait_for_data(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(FAULT, rel=0.15)
 
 
+@pytest.mark.full("busy")
 def test_garbage_collection(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, ("gc", ""))
     first = found.findings[0]
@@ -169,6 +173,7 @@ def test_garbage_collection(tmp_path: Path) -> None:
     assert "gc.freeze()" in first.fixes[0].paste
 
 
+@pytest.mark.full("busy")
 def test_spikes_of_one_rank(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, ("", "spike"))
     first = found.findings[0]
@@ -177,6 +182,7 @@ def test_spikes_of_one_rank(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(5 * FAULT * 6 / 33, rel=0.15)
 
 
+@pytest.mark.full("busy")
 def test_a_core_that_something_else_uses_too(tmp_path: Path) -> None:
     found = diagnosis_of(tmp_path, ("calm", "core"), steps=45)
     first = found.findings[0]
@@ -187,6 +193,7 @@ def test_a_core_that_something_else_uses_too(tmp_path: Path) -> None:
     assert "waited for a core" in first.evidence[-1]
 
 
+@pytest.mark.full("busy")
 def test_a_wrapper_that_waits_inside_backward(tmp_path: Path) -> None:
     train_in_a_wrapper(directory=str(tmp_path))
     found = diagnose(tmp_path)
@@ -195,6 +202,7 @@ def test_a_wrapper_that_waits_inside_backward(tmp_path: Path) -> None:
     assert first.seconds == pytest.approx(FAULT, rel=0.15)
 
 
+@pytest.mark.full("further")
 def test_healthy_runs_and_their_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = diagnosis_of(tmp_path / "before", loaders=(0.030, 0.030))
     after = diagnosis_of(tmp_path / "after")

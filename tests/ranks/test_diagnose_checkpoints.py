@@ -13,6 +13,8 @@ import farandole as fd
 from farandole.observe.diagnose import Finding, diagnose, to_text
 from tests.ranks.pool import ranks, takes
 
+pytestmark = pytest.mark.full("further")
+
 STEPS = 24
 EVERY = 4
 

@@ -26,7 +26,7 @@ from tests.ranks.cold_pages import ColdPages, count_faults
 from tests.ranks.pool import ranks
 from tests.ranks.slow import SleepInBackward
 
-pytestmark = pytest.mark.alone
+pytestmark = [pytest.mark.alone, pytest.mark.full("busy")]
 
 FAULT = 0.060
 WARM_UP = 4

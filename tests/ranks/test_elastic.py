@@ -79,6 +79,7 @@ def pids(directory: Path) -> list[int]:
     return [int(pid) for file in directory.glob("pids.*") for pid in file.read_text().split()]
 
 
+@pytest.mark.full("further")
 def test_too_few_workers_wait_and_give_up(tmp_path: Path) -> None:
     begin = time.monotonic()
     code, out, err = paper(tmp_path, "-np 2 --min-np 2 --elastic-timeout 2", "1:1=die")
@@ -90,6 +91,7 @@ def test_too_few_workers_wait_and_give_up(tmp_path: Path) -> None:
     assert gone_within(pids(tmp_path), 1)
 
 
+@pytest.mark.full("further")
 def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     code, out, err = paper(tmp_path, "-np 4 --min-np 1 --reset-limit 1", "3:1=die", "2:2=die")
     assert code == 3, err
@@ -99,6 +101,7 @@ def test_the_reset_limit_ends_the_job(tmp_path: Path) -> None:
     assert gone_within(pids(tmp_path), 1)
 
 
+@pytest.mark.full("further")
 def test_when_all_fail_the_first_failure_is_shown(tmp_path: Path) -> None:
     code, _, err = paper(tmp_path, "-np 2 --min-np 1", "0:1=die", "1:1=die")
     assert code == 3
@@ -107,6 +110,7 @@ def test_when_all_fail_the_first_failure_is_shown(tmp_path: Path) -> None:
     assert gone_within(pids(tmp_path), 1)
 
 
+@pytest.mark.full("further")
 def test_a_failed_worker_is_replaced_after_the_cooldown_and_one_success_ends_the_job(tmp_path: Path) -> None:
     ends = [f"{worker}:3=end" for worker in range(3)]
     options = "-np 2 --min-np 2 --blacklist-cooldown-range 1 3 --elastic-timeout 30"
@@ -116,6 +120,7 @@ def test_a_failed_worker_is_replaced_after_the_cooldown_and_one_success_ends_the
     assert gone_within(pids(tmp_path), 1)
 
 
+@pytest.mark.full("further")
 def test_a_worker_that_cannot_be_reached_is_stopped(tmp_path: Path) -> None:
     ends = ("0:1=hang up", "1:2=end")
     shorter = "import farandole.launch.elastic.workers as w; w.HUNG_UP_SECONDS = 0.5"
@@ -141,6 +146,7 @@ def start_paper(directory: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return process, pids(directory)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, code: int) -> None:
     process, started = start_paper(tmp_path)
@@ -151,6 +157,7 @@ def test_a_signal_to_the_launcher_leaves_nothing(tmp_path: Path, number: int, co
     assert gone_within(started, 5)
 
 
+@pytest.mark.full("further")
 def test_the_workers_key_is_not_in_the_process_list(tmp_path: Path) -> None:
     process, started = start_paper(tmp_path)
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in [process.pid, *started]]
@@ -230,6 +237,7 @@ def test_survivors_go_on_from_the_last_commit_until_one_is_left(tmp_path: Path) 
     assert says(out, "end") == [["0", "1", "30", commits["30"]]]
 
 
+@pytest.mark.full("slow")
 def test_a_worker_that_stands_still_is_taken_out_and_the_other_goes_on(tmp_path: Path) -> None:
     stopped = {"VICTIMS_DIE_BY": str(int(signal.SIGSTOP))}
     code, out, err = train(tmp_path, "-np 2 --min-np 1", COUNTS, "30", "1:0:13", environment=stopped)
@@ -241,6 +249,7 @@ def test_a_worker_that_stands_still_is_taken_out_and_the_other_goes_on(tmp_path:
     assert says(out, "end") == [["0", "1", "30", commits["30"]]]
 
 
+@pytest.mark.full("slow")
 def test_hosts_come_and_go(tmp_path: Path) -> None:
     """One host, then two, then only the second, which has the state by then."""
     hosts = tmp_path / "hosts"
@@ -308,6 +317,7 @@ fd.shutdown()
 """
 
 
+@pytest.mark.full("further")
 def test_survivors_that_wait_for_each_other_are_freed(tmp_path: Path) -> None:
     code, out, err = train(tmp_path, "-np 3 --min-np 2", CROSSED)
     assert code == 0, err
@@ -351,6 +361,7 @@ print("end", hvd.rank(), hvd.size(), state.batch, flush=True)
 """
 
 
+@pytest.mark.full("slow")
 def test_a_worker_that_dies_before_the_others_first_backward_is_survived(tmp_path: Path) -> None:
     code, out, err = train(tmp_path, "-np 3 --min-np 1", EARLY_DEATH)
     assert code == 0, err

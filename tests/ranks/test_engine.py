@@ -16,6 +16,7 @@ from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 
 
+@pytest.mark.gate_cases("sgd-True")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @ranks(3)
@@ -42,6 +43,7 @@ def test_training_equals_one_process(kind: str, set_to_none: bool) -> None:
     assert reducer.names_by_bucket[0][0].startswith("4."), "the last layer is ready first"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
     world = fd.init()
@@ -63,6 +65,7 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
     assert last.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_rank_0_wins_at_the_start() -> None:
     world = fd.init()
@@ -88,6 +91,7 @@ def test_rank_0_wins_at_the_start() -> None:
     assert any(c.name == "optimizer state" and c.passed for c in check.checks), str(check)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_accumulation_is_silent_between_and_exact() -> None:
     fd.init()
@@ -114,6 +118,7 @@ def test_accumulation_is_silent_between_and_exact() -> None:
     assert sent == [1, 2, 0, 1, 2, 0, 1, 2], "passes held back before each exchange"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_pass_that_was_thrown_away_does_not_count_as_one_of_those_held_back() -> None:
     fd.init()
@@ -172,6 +177,7 @@ class Branches(nn.Module):
         return out
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_unused_parameters() -> None:
     world = fd.init()
@@ -209,6 +215,7 @@ class Tied(nn.Module):
         return out
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_shared_parameters() -> None:
     fd.init()
@@ -229,6 +236,7 @@ def test_shared_parameters() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_frozen_then_unfrozen_then_frozen_again() -> None:
     fd.init()
@@ -255,6 +263,7 @@ def test_frozen_then_unfrozen_then_frozen_again() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_several_optimizers_and_several_backward_passes() -> None:
     fd.init()
@@ -303,6 +312,7 @@ def test_two_models_in_one_backward() -> None:
         assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("float64")
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "float64"])
 @ranks(2)
 def test_other_dtypes(name: str) -> None:
@@ -322,6 +332,7 @@ def test_other_dtypes(name: str) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_mixed_dtypes_have_their_own_buckets() -> None:
     fd.init()
@@ -403,6 +414,7 @@ def checkpointed(model: nn.Sequential, x: torch.Tensor, segments: int) -> torch.
     return out
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_layer_in_two_reentrant_segments_is_an_error() -> None:
     fd.init()
@@ -413,6 +425,7 @@ def test_a_layer_in_two_reentrant_segments_is_an_error() -> None:
         checkpointed(model, own(x), 2).sum().backward()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_nested_backward_of_reentrant_checkpointing() -> None:
     fd.init()
@@ -434,6 +447,7 @@ def test_nested_backward_of_reentrant_checkpointing() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_grad_scaler_skips_on_all_ranks_when_one_overflows() -> None:
     world = fd.init()
@@ -490,6 +504,7 @@ def test_an_abandoned_backward_does_not_poison_the_next(steps_before: int) -> No
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_resumed_run_continues_bit_for_bit() -> None:
     fd.init()
@@ -533,6 +548,7 @@ def test_a_world_of_one_changes_nothing() -> None:
     assert fd.world().session.steps.done == 3
 
 
+@pytest.mark.full("further")
 @ranks(1)
 def test_steps_are_counted_on_when_the_first_model_is_dropped() -> None:
     fd.init()

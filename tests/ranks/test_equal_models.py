@@ -36,6 +36,7 @@ def train(change: Callable[[int, Any, Any, float], None], steps: int = 18, **pla
     return said.getvalue()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_rate_that_one_rank_changed_is_told_once() -> None:
     rank = fd.init().rank

@@ -145,6 +145,7 @@ moody, careless = Moody(), Careless()
 ALL = [*CODECS, "topk:0.05,warmup_steps=8", f"{HERE}.moody"]
 
 
+@pytest.mark.gate_cases("bf16-None")
 @pytest.mark.parametrize("segment", [None, 1024])
 @pytest.mark.parametrize("codec", ALL)
 @ranks(2)
@@ -156,6 +157,7 @@ def test_a_run_goes_on_bit_for_bit(codec: str, segment: int | None) -> None:
         assert_continues(fd.Plan(codec=codec))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", ["int4:rounding=stochastic", "topk:0.05,momentum=0.5", "powersgd:4"])
 @ranks(2)
 def test_loading_after_the_first_backward(codec: str) -> None:
@@ -163,6 +165,7 @@ def test_loading_after_the_first_backward(codec: str) -> None:
     assert_continues(fd.Plan(codec=codec), steps_before_loading=2)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", ["sign", "int4:rounding=stochastic", "topk:0.05,momentum=0.5", "powersgd:4"])
 @ranks(4)
 def test_two_hosts_go_on_bit_for_bit(codec: str) -> None:
@@ -174,6 +177,7 @@ def test_two_hosts_go_on_bit_for_bit(codec: str) -> None:
         assert_continues(plan, steps_before_loading=1)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_each_parameter_by_its_own_codec_and_bucket() -> None:
     fd.init()
@@ -181,6 +185,7 @@ def test_each_parameter_by_its_own_codec_and_bucket() -> None:
     assert_continues(plan)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_buckets_may_change_where_every_rank_carries_all() -> None:
     fd.init()
@@ -214,6 +219,7 @@ def test_another_codec_takes_what_is_left_to_send() -> None:
 # -- when there is little or nothing ---------------------------------------------------------------
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize("codec", ["int8", "powersgd:4"])
 @ranks(2)
 def test_what_is_saved_is_the_same_where_torch_has_moved_the_gradients(codec: str) -> None:
@@ -256,6 +262,7 @@ def test_alone() -> None:
         fd.load_exchange_state(job[0], state)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_waits_for_its_bucket_is_saved_too() -> None:
     fd.init()
@@ -365,6 +372,7 @@ RESIZED = [
 ]  # fmt: skip
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2)])
 @pytest.mark.parametrize("codec", RESIZED)
 def test_other_ranks_conserve_the_mean(tmp_path: Path, codec: str, before: int, after: int) -> None:
@@ -373,6 +381,7 @@ def test_other_ranks_conserve_the_mean(tmp_path: Path, codec: str, before: int, 
     ranks(after)(next_job)(**plan, old_ranks=before)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("routes", [("hierarchical", "flat"), ("flat", "hierarchical"), ("hierarchical",) * 2])
 @pytest.mark.parametrize("codec", ["int4:rounding=stochastic", "topk:0.05,momentum=0.5", "powersgd:4"])
 def test_another_route_conserves_the_mean(tmp_path: Path, codec: str, routes: tuple[str, str]) -> None:
@@ -382,6 +391,7 @@ def test_another_route_conserves_the_mean(tmp_path: Path, codec: str, routes: tu
     ranks(sizes[1])(next_job)(**plan, route=routes[1], old_ranks=sizes[0])
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_ranks_draw_their_own_random_numbers_after_a_merge() -> None:
     world = fd.init()
@@ -423,6 +433,7 @@ def reshaped(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "parameters": {**state["parameters"], "0.weight": entry}}
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_states_that_do_not_fit() -> None:
     world = fd.init()
@@ -458,6 +469,7 @@ def test_states_that_do_not_fit() -> None:
         fd.load_exchange_state(exact, state)
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_a_slice_of_other_buckets_needs_the_list() -> None:
     on_two_hosts()

@@ -91,6 +91,7 @@ def check(plan: Plan, counts: list[int], make: Callable[..., torch.optim.Optimiz
     assert_parts(mine, whole, lambda each: each.detach())
 
 
+@pytest.mark.full("further")
 @ranks(2, 4)
 @takes(90)
 def test_five_steps_are_those_of_one_process() -> None:
@@ -120,6 +121,7 @@ def test_tokens_that_weigh_alike_in_batches_of_unequal_length() -> None:
     fd.weight(None)
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_accumulated_and_recomputed_passes() -> None:
     here = fd.init()
@@ -153,6 +155,7 @@ class _Events(list[Any]):
         self.append(event)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_the_share_of_each_expert_is_recorded() -> None:
     here = fd.init()
@@ -272,6 +275,7 @@ def test_experts_in_some_stages_alone_are_saved_with_shards(tmp_path: Path) -> N
         assert torch.equal(*pair)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
     fd.init()

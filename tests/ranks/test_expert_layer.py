@@ -78,6 +78,7 @@ def check(whole: MixtureOfExperts, counts: list[int]) -> None:
         torch.testing.assert_close(own.grad / world.size, reference.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.gate_cases("2")
 @ranks(2, 4)
 def test_a_pass_is_that_of_one_process() -> None:
     fd.init()

@@ -33,6 +33,7 @@ def make(kind: str) -> nn.Module:
     return model.train()
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(60)
 def test_models_of_transformers_train_as_one_process() -> None:
@@ -61,6 +62,7 @@ def test_models_of_transformers_train_as_one_process() -> None:
             torch.testing.assert_close(parameter.detach(), value, rtol=1e-4, atol=2e-5, msg=f"{kind} {name}")
 
 
+@pytest.mark.full("further")
 def test_experts_that_depend_on_each_other_are_refused() -> None:
     model = make("Mixtral")
     name, experts = next((name, each) for name, each in model.named_modules() if is_experts_module(each))

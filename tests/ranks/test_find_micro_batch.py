@@ -21,6 +21,7 @@ def make_batch(samples: int) -> torch.Tensor:
     return torch.ones(samples * 3_125_000, 16, dtype=torch.float32)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(150)
 def test_all_ranks_take_what_fits_on_the_smallest() -> None:
@@ -32,6 +33,7 @@ def test_all_ranks_take_what_fits_on_the_smallest() -> None:
     assert own == (1 if world.rank else 2), f"200 MB in and 200 MB out a sample: {found}"
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(150)
 def test_an_error_of_one_rank_is_raised_on_all() -> None:

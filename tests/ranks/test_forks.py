@@ -72,6 +72,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @fresh
 def test_a_child_holds_no_connection_that_a_store_accepted_later() -> None:
@@ -104,6 +105,7 @@ PLANS = {
 }
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @fresh
 def test_a_child_holds_no_connection_of_a_checkpointer(tmp_path: Path) -> None:
@@ -214,6 +216,7 @@ except Leave:
 """
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 def test_a_child_ends_in_the_ordinary_way_and_its_parent_goes_on(tmp_path: Path) -> None:
     name = script(tmp_path, ENDS)
@@ -331,6 +334,7 @@ except fd.CommError as problem:
 """
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_a_killed_rank_is_noticed_while_a_worker_of_its_loader_is_busy(tmp_path: Path, codec: str) -> None:

@@ -22,6 +22,8 @@ from tests.ranks.tensor_models import batch as language_batch
 from tests.ranks.tensor_models import gpt2
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
+pytestmark = pytest.mark.full("slow")
+
 
 def model_of(seed: int = 1) -> Words:
     """A model whose words, blocks and tied head are frozen, with adapters in the blocks."""

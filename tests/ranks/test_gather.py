@@ -27,6 +27,7 @@ def divided(count: int, *, evaluate: bool = False, whole: bool = False) -> Any:
     return fd.shard(DataLoader(data, batch_size=4), evaluate=evaluate)
 
 
+@pytest.mark.gate_cases("1-2-False")
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("count", [24, 41, 37, 25, 2])
 @ranks(1, 2, 3)
@@ -43,6 +44,7 @@ def test_in_the_loop_each_sample_comes_once_and_in_order(count: int, whole: bool
     assert texts == [str(i) for i in range(count)]
 
 
+@pytest.mark.gate_cases("1-24-True")
 @pytest.mark.parametrize("evaluate", [False, True])
 @pytest.mark.parametrize("count", [24, 41, 37, 25, 2])
 @ranks(1, 2, 3)

@@ -93,6 +93,7 @@ def _conv() -> nn.Sequential:
     return nn.Sequential(nn.Unflatten(1, (3, 2, 1)), conv, nn.Flatten(), nn.Linear(48, 128), nn.Linear(128, 3))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("zeroes", ["none", "never"])
 @pytest.mark.parametrize("route", ["shared", "flat", "int8"])
 @ranks(2)
@@ -152,6 +153,7 @@ def _value(kept: Any) -> torch.Tensor:
     return torch.as_tensor(kept).clone()
 
 
+@pytest.mark.gate_cases("int8-_numpy")
 @pytest.mark.parametrize("keep", [_object, _numpy, _slice, _detached, _used])
 @pytest.mark.parametrize("route", ["shared", "flat", "int8"])
 @ranks(2)

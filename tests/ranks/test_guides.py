@@ -119,6 +119,7 @@ def start(folder: Path, script: str, *words: str, **variables: str) -> subproces
     return run(folder, *launcher, sys.executable, "train.py", **variables)
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 @needs_tf_keras
 @pytest.mark.skipif(importlib.util.find_spec("scipy") is None, reason="ImageDataGenerator of tf_keras needs scipy")
@@ -135,6 +136,7 @@ def test_a_guides_resnet_runs_as_it_is_printed(tmp_path: Path) -> None:
     assert said.count("every rank reads all 16 images of images") == 1
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 @pytest.mark.timeout(300)
 def test_keras_3_is_told_the_names_it_wants_and_then_trains(tmp_path: Path) -> None:
@@ -162,6 +164,7 @@ def test_keras_3_is_told_the_names_it_wants_and_then_trains(tmp_path: Path) -> N
     assert "every rank reads all" not in said
 
 
+@pytest.mark.full("slow")
 @patient
 def test_a_guides_torch_script(tmp_path: Path) -> None:
     done = start(tmp_path, TORCH.replace("SELECT", ""), "--as-horovod")
@@ -172,6 +175,7 @@ def test_a_guides_torch_script(tmp_path: Path) -> None:
     assert "torch sees no GPU here: put if torch.cuda.is_available(): before torch.cuda.set_device" in done.stderr
 
 
+@pytest.mark.full("slow")
 @patient
 def test_ddp_with_nccl_where_there_is_no_gpu(tmp_path: Path) -> None:
     done = start(tmp_path, DDP)

@@ -43,6 +43,7 @@ def failure_of(directory: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone  # a busy machine is given more time
 def test_a_rank_that_is_stopped_ends_the_job_within_three_seconds(tmp_path: Path) -> None:
     process, pids = start_waiting(tmp_path, 2)
@@ -59,6 +60,7 @@ def test_a_rank_that_is_stopped_ends_the_job_within_three_seconds(tmp_path: Path
     assert seconds < 3.0 or os.getloadavg()[0] > 2 * (os.cpu_count() or 1), seconds
 
 
+@pytest.mark.full("slow")
 def test_a_hang_is_reported_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     words = ("run", "-np", "2", "--no-bind", "--", sys.executable, script(tmp_path, STUCK))
     result = run(tmp_path, *words, timeout=120)
@@ -83,6 +85,7 @@ def test_a_job_that_ends_well_leaves_no_stacks(tmp_path: Path) -> None:
     assert not list((tmp_path / "runs").glob("*/stacks"))
 
 
+@pytest.mark.full("further")
 def test_a_rank_may_be_stopped_when_that_is_asked_for(tmp_path: Path) -> None:
     text = 'import os, signal\nif os.environ["RANK"] == "1":\n    open("pid", "w").write(str(os.getpid()))\n'
     text += "    os.kill(os.getpid(), signal.SIGSTOP)\n"
@@ -110,6 +113,7 @@ def test_a_setting_that_is_none(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(60 + START_SECONDS)
 def test_a_pool_whose_start_was_cut_short_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that was started and never heard is not asked to play the next job."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import farandole.horovod.torch as hvd
@@ -72,6 +73,7 @@ def test_allgather_averages() -> None:
     assert xs[1].grad.tolist() == [1.0]
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_broadcast() -> None:
     hvd.init()

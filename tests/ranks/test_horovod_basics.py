@@ -50,6 +50,7 @@ def test_unequal_hosts() -> None:
     assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == 3.0
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_again_and_again_leaves_nothing_behind() -> None:
     def things() -> tuple[int, int]:
@@ -69,6 +70,7 @@ def test_again_and_again_leaves_nothing_behind() -> None:
     assert things() == before
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_new_beginning_leaves_no_hooks_and_no_keys_of_the_old() -> None:
     hook = sys.excepthook
@@ -86,6 +88,7 @@ def test_a_new_beginning_leaves_no_hooks_and_no_keys_of_the_old() -> None:
     assert len(set(kept[1:])) <= 1, f"keys of all worlds, after each init: {kept}"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_an_uncaught_error_is_printed_once_whatever_wrapped_the_hook() -> None:
     printed: list[str] = []
@@ -105,6 +108,7 @@ def test_an_uncaught_error_is_printed_once_whatever_wrapped_the_hook() -> None:
         sys.__excepthook__ = original
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_names_and_handles_begin_anew() -> None:
     for _ in range(2):
@@ -115,6 +119,7 @@ def test_names_and_handles_begin_anew() -> None:
         hvd.shutdown()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_world_that_was_there_stays() -> None:
     world = fd.init(progress=False)
@@ -208,6 +213,7 @@ def test_a_timeline_from_the_start(tmp_path: Path) -> None:
     assert "allreduce.test_allreduce" in mine.read_text()
 
 
+@pytest.mark.full("further")
 @ranks(2, HOROVOD_STALL_CHECK_TIME_SECONDS="0.3", HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="0.8")
 def test_a_rank_that_does_not_come() -> None:
     hvd.init()
@@ -227,6 +233,7 @@ def test_a_variable_that_makes_no_sense() -> None:
     assert not hvd.is_initialized()
 
 
+@pytest.mark.full("further")
 @ranks(2, HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="30")
 def test_a_shutdown_time_below_the_warning_time_is_a_warning() -> None:
     if os.environ["FARANDOLE_RANK"] == "0":

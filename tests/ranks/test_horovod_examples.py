@@ -20,7 +20,7 @@ THEIRS = "import horovod.torch as hvd"
 LIMIT_SECONDS = 80.0
 """Of one run, which takes about 8 s on two idle cores: most of it is the start of Python and torch."""
 BOTH = pytest.mark.parametrize("as_horovod", [False, True], ids=["our import", "their import"])
-pytestmark = pytest.mark.timeout(3 * LIMIT_SECONDS)
+pytestmark = [pytest.mark.timeout(3 * LIMIT_SECONDS), pytest.mark.full("further")]
 
 
 def example(

@@ -132,6 +132,7 @@ def test_optimizers_that_cannot_be_broadcast() -> None:
     assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_objects() -> None:
     hvd.init()

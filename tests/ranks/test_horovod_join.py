@@ -14,6 +14,7 @@ import farandole.horovod.torch as hvd
 from tests.ranks.pool import ranks
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_the_last_rank_that_joined_and_the_zeros_of_the_others() -> None:
     hvd.init()
@@ -60,6 +61,7 @@ def test_uneven_epochs() -> None:
         assert hvd.join() == 1
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_there_is_no_join_without_a_rank_that_has_left() -> None:
     hvd.init()
@@ -90,6 +92,7 @@ def step(model: nn.Linear, optimizer: Any) -> None:
     optimizer.step()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("count", [1, 2, 3])
 @ranks(3)
 def test_a_join_before_the_first_step_is_a_barrier(count: int) -> None:
@@ -109,6 +112,7 @@ def test_a_join_before_the_first_step_is_a_barrier(count: int) -> None:
         assert (model.weight == -2).all()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("trained", [(0,), (2, 0), (1, 0, 2, 2, 1)])
 @ranks(3)
 def test_a_rank_without_data_joins_before_optimizers_that_are_new(trained: tuple[int, ...]) -> None:

@@ -83,6 +83,7 @@ def test_sums_of_every_type_and_shape() -> None:
         assert in_place or torch.equal(given, before)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_averages_are_those_of_horovod() -> None:
     hvd.init()
@@ -196,6 +197,7 @@ def test_groups_are_all_or_nothing_and_in_order() -> None:
     assert hvd.allreduce(torch.ones(1)).item() == 1.0
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_handles() -> None:
     hvd.init()
@@ -229,6 +231,7 @@ def test_names_are_matched_in_any_order() -> None:
     assert all(hvd.synchronize(handle)[0].item() == 2 * i for i, handle in handles.items())
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_name_in_flight_is_refused_and_the_first_completes() -> None:
     hvd.init()
@@ -270,6 +273,7 @@ def test_a_name_is_taken_on_every_rank_until_it_is_waited_for(count: int) -> Non
     hvd.broadcast_parameters([(name, torch.ones(2)) for name, _ in names], 0)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_tensors_that_cannot_travel() -> None:
     hvd.init()
@@ -376,6 +380,7 @@ def test_broadcast_of_every_type_from_every_root() -> None:
     )
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_alltoall() -> None:
     hvd.init()
@@ -425,6 +430,7 @@ def test_alltoall() -> None:
     failing(lambda: hvd.alltoall(torch.tensor(1.0)), RuntimeError, "ALLTOALL a rank-zero tensor")
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_reducescatter() -> None:
     hvd.init()
@@ -453,6 +459,7 @@ def test_reducescatter() -> None:
     )
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_compression_on_the_way() -> None:
     hvd.init()
@@ -495,6 +502,7 @@ def test_compression_on_the_way() -> None:
     failing(lambda: hvd.allreduce(mine, compression="fp16"), ValueError, "compression='fp16': expected one of")  # type: ignore[arg-type]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_sparse_allreduce() -> None:
     hvd.init()
@@ -514,6 +522,7 @@ def test_sparse_allreduce() -> None:
     failing(lambda: hvd.sparse_allreduce_async(mine, "d", hvd.Max), ValueError, "expected Average or Sum")
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_barriers() -> None:
     hvd.init()

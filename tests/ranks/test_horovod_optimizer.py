@@ -46,6 +46,7 @@ def train(model: nn.Module, optimizer: Any, batches: list[tuple[torch.Tensor, to
         optimizer.step()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("kind", ["sgd", "adam"])
 @ranks(3)
 def test_training_equals_one_process(kind: str) -> None:
@@ -76,6 +77,7 @@ def _ways(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
     }
 
 
+@pytest.mark.gate_cases("lists")
 @pytest.mark.parametrize("way", list(_ways(mlp())))
 @ranks(2)
 def test_every_argument_gives_the_gradient_it_promises(way: str) -> None:
@@ -104,6 +106,7 @@ def test_every_argument_gives_the_gradient_it_promises(way: str) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("topk")
 @pytest.mark.parametrize(
     "compression",
     ["fp16", "bf16", "int8", "topk", "powersgd"],
@@ -178,6 +181,7 @@ def test_ranks_may_use_different_parameters(groups: int | None) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_parameters_are_matched_by_name_whatever_their_order() -> None:
     hvd.init()
@@ -290,6 +294,7 @@ def test_mistakes_in_the_order_of_calls(groups: int | None) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_two_losses_for_different_parameters_of_one_step() -> None:
     hvd.init()
@@ -306,6 +311,7 @@ def test_two_losses_for_different_parameters_of_one_step() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.gate_cases("reducer-False")
 @pytest.mark.parametrize("dense", [True, False])
 @pytest.mark.parametrize("path", ["reducer", "tensor"])
 @ranks(2)
@@ -336,6 +342,7 @@ def test_sparse_embeddings(path: str, dense: bool) -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.gate_cases("reducer")
 @pytest.mark.parametrize("path", ["reducer", "group", "named"])
 @ranks(2)
 def test_an_optimizer_of_sparse_gradients_that_travel_as_dense_ones(path: str) -> None:
@@ -418,6 +425,7 @@ def test_a_process_set_has_its_own_gradients() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_parameters_added_later_meet_too() -> None:
     hvd.init()
@@ -457,6 +465,7 @@ def test_a_parameter_thawed_later_meets_too() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("None-True")
 @pytest.mark.parametrize("ceremony", [True, False])
 @pytest.mark.parametrize("groups", [None, 1])
 @ranks(2)
@@ -499,6 +508,7 @@ def test_a_gradient_scaler(ceremony: bool, groups: int | None) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_closure_computes_the_gradients_of_all_ranks() -> None:
     hvd.init()
@@ -519,6 +529,7 @@ def test_a_closure_computes_the_gradients_of_all_ranks() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_schedulers_checkpoints_and_copies() -> None:
     hvd.init()
@@ -549,6 +560,7 @@ def test_schedulers_checkpoints_and_copies() -> None:
     assert_same_bits(clone_model)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("path", ["reducer", "tensor"])
 @ranks(3)
 def test_ranks_with_less_data_join(path: str) -> None:
@@ -579,6 +591,7 @@ def test_ranks_with_less_data_join(path: str) -> None:
     assert not torch.equal(model[0].weight, mlp()[0].weight)  # type: ignore[arg-type]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_rank_joins_before_its_first_step_and_with_two_optimizers() -> None:
     hvd.init()
@@ -600,6 +613,7 @@ def test_a_rank_joins_before_its_first_step_and_with_two_optimizers() -> None:
     step(1)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_adasum_combines_what_the_steps_changed() -> None:
     hvd.init()
@@ -683,6 +697,7 @@ def test_parameters_added_to_an_adasum_optimizer_meet_too() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_an_optimizer_outlives_its_world() -> None:
     hvd.init()
@@ -698,6 +713,7 @@ def test_an_optimizer_outlives_its_world() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_models_that_differ_are_an_error_on_every_rank() -> None:
     hvd.init()

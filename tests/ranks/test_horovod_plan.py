@@ -124,6 +124,7 @@ class Training:
         return self.layouts.newest
 
 
+@pytest.mark.gate_cases("-keywords7-named-none-1.0")
 @pytest.mark.parametrize(
     ("words", "keywords", "route", "codec", "share"),
     [
@@ -154,6 +155,7 @@ def test_routes_and_codecs_to_the_bytes(
         assert {bucket.codec.partition(":")[0] for bucket in training.layout.buckets} == {codec}
 
 
+@pytest.mark.full("further")
 @ranks(4, HOROVOD_HIERARCHICAL_ALLREDUCE="1", **TWO_HOSTS)
 @takes(60.0)  # four ranks take turns on the cores of a small machine
 def test_hierarchy_by_a_variable_alone() -> None:
@@ -165,6 +167,7 @@ def test_hierarchy_by_a_variable_alone() -> None:
     assert 0.48 <= seen <= 0.56, seen  # each of both local ranks carries its half across
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("words", "by_host"), [("", True), ("route=hierarchical", True), ("route=flat", False)])
 @ranks(4, **TWO_HOSTS)
 @takes(60.0)
@@ -178,6 +181,7 @@ def test_named_gradients_take_the_route_of_the_plan(words: str, *, by_host: bool
     assert basics.running.engine.by_host == by_host
 
 
+@pytest.mark.gate_cases("--fusion-threshold-mb 1-1")
 @pytest.mark.parametrize(
     ("words", "buckets"),
     [
@@ -194,6 +198,7 @@ def test_sizes_of_buckets(words: str, buckets: int) -> None:
     assert len(training.layout.buckets) == buckets
 
 
+@pytest.mark.gate_cases("--set bucket_bytes=262144-variables0")
 @pytest.mark.parametrize(
     ("words", "variables"),
     [
@@ -224,6 +229,7 @@ def test_named_operations_that_do_not_travel_together(words: str, variables: dic
     assert len(submitted) == LAYERS
 
 
+@pytest.mark.gate_cases("HOROVOD_AUTOTUNE")
 @pytest.mark.parametrize("how", ["--autotune", "HOROVOD_AUTOTUNE"])
 @ranks(2)
 def test_autotune_measures_the_link(how: str) -> None:
@@ -237,6 +243,7 @@ def test_autotune_measures_the_link(how: str) -> None:
     assert (reducer.plan.codec, reducer.plan.lossy) == ("auto", False)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_time_outs_and_other_keys_reach_the_engine() -> None:
     launch(
@@ -253,6 +260,7 @@ def test_time_outs_and_other_keys_reach_the_engine() -> None:
         (training.model(torch.ones(1, WIDTH)).sum() * (1.0 if hvd.rank() == 0 else math.inf)).backward()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_plan_says() -> None:
     launch("--set", "timeout_seconds=0.5")
@@ -263,6 +271,7 @@ def test_a_rank_that_does_not_come_is_waited_for_as_long_as_the_plan_says() -> N
         training.step()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_step_that_the_plan_skips_changes_nothing() -> None:
     launch(*["--set", "nonfinite=skip", "--set", "route=flat", "--set", "codec=int8"])
@@ -283,6 +292,7 @@ def test_a_step_that_the_plan_skips_changes_nothing() -> None:
     assert not torch.equal(before[0], next(training.model.parameters()))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("keywords", [{}, {"groups": 1}])
 @ranks(2)
 def test_gradients_are_clipped_as_the_plan_says(keywords: dict[str, Any]) -> None:
@@ -304,6 +314,7 @@ def test_gradients_are_clipped_as_the_plan_says(keywords: dict[str, Any]) -> Non
         torch.testing.assert_close(moved.norm(), torch.tensor(0.01 * 0.5), rtol=1e-3, atol=0)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_accumulation_as_the_plan_says() -> None:
     launch("--set", "accumulate=2")
@@ -338,6 +349,7 @@ class Halves(NoneCompressor):
     """Somebody's own compression."""
 
 
+@pytest.mark.gate_cases("connections=2-keywords12-connections = 2 .* has no meaning")
 @pytest.mark.parametrize(
     ("words", "keywords", "match"),
     [

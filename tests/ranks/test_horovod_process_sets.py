@@ -11,6 +11,7 @@ import farandole.horovod.torch as hvd
 from tests.ranks.pool import ranks
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_sets_of_init() -> None:
     even, pair = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1, 2])
@@ -103,6 +104,7 @@ def test_dynamic_by_variable() -> None:
     assert hvd.add_process_set([1]).process_set_id == 1
 
 
+@pytest.mark.full("slow")
 @ranks(4)
 def test_every_operation_inside_a_set() -> None:
     left, right = hvd.ProcessSet([0, 3]), hvd.ProcessSet([1, 2])

@@ -48,6 +48,7 @@ print("to stderr", file=sys.stderr)
 """
 
 
+@pytest.mark.full("further")
 def test_a_line_of_horovodrun_on_hosts_of_unequal_slots(tmp_path: Path) -> None:
     result = run(
         tmp_path, *FARANDOLE, "run", "-np", "3", "-H", "localhost:1,127.0.0.1:2", "--cycle-time-ms", "2",
@@ -77,6 +78,7 @@ print(world.rank, world.local_rank, world.node_rank, world.node_count, total[0].
 """
 
 
+@pytest.mark.full("further")
 def test_a_world_of_two_hosts_on_one_machine(tmp_path: Path) -> None:
     result = warm.run(tmp_path, "run", "-H", "localhost:1,127.0.0.1:1", script(tmp_path, WORLD))
     assert result.returncode == 0, result.stderr
@@ -134,6 +136,7 @@ def test_an_unchanged_script_finds_our_front_end(tmp_path: Path) -> None:
     assert lines[1].startswith("[0] Farandole v")
 
 
+@pytest.mark.full("further")
 def test_without_asking_nobody_finds_it(tmp_path: Path) -> None:
     text = (
         "import importlib.util, shutil;"
@@ -155,6 +158,7 @@ def install(place: Path, *, with_metadata: bool = True, with_module: bool = True
     return place
 
 
+@pytest.mark.full("further")
 def test_it_is_refused_beside_an_installed_horovod(tmp_path: Path) -> None:
     place = install(tmp_path / "site")
     result = run(tmp_path, *FARANDOLE, "run", "-np", "1", "--as-horovod", script(tmp_path, "print(1)"), path=place)
@@ -177,6 +181,7 @@ def test_another_horovod_is_found_by_its_package_or_its_metadata_alone(tmp_path:
     assert find_real_horovod([str(tmp_path)]) == ""
 
 
+@pytest.mark.full("further")
 def test_a_rank_whose_own_python_has_horovod_says_so(tmp_path: Path) -> None:
     place = install(tmp_path / "site")
     text = f"import sys; sys.path.append({str(place)!r}); import horovod"
@@ -185,6 +190,7 @@ def test_a_rank_whose_own_python_has_horovod_says_so(tmp_path: Path) -> None:
     assert f"but horovod 0.27.0 in {place} is there too" in result.stderr
 
 
+@pytest.mark.full("further")
 def test_the_runner_is_horovodrun(tmp_path: Path) -> None:
     result = run(
         tmp_path, sys.executable, "-m", "farandole.horovod.runner", "-np", "2", "-H", "localhost:2",
@@ -195,6 +201,7 @@ def test_the_runner_is_horovodrun(tmp_path: Path) -> None:
     assert os.access(SHIM / "bin" / "horovodrun", os.X_OK)
 
 
+@pytest.mark.full("further")
 def test_an_elastic_line_starts_workers_on_the_hosts_that_a_script_finds(tmp_path: Path) -> None:
     discover = tmp_path / "discover.sh"
     discover.write_text("#!/bin/sh\necho localhost:2\n")
@@ -207,6 +214,7 @@ def test_an_elastic_line_starts_workers_on_the_hosts_that_a_script_finds(tmp_pat
     assert "1 2.0\n" in {file.read_text() for file in tmp_path.glob("kept/rank.*/stdout")}
 
 
+@pytest.mark.full("further")
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="needs ssh (apt-get install openssh-client)")
 def test_a_host_of_an_elastic_line_that_nobody_knows_is_named(tmp_path: Path) -> None:
     script(tmp_path, "print('here')")
@@ -229,6 +237,7 @@ def scaled_rank(factor: int, *, plus: int = 0) -> dict[str, Any]:
     return {"value": int(os.environ["HOROVOD_RANK"]) * factor + plus, "pid": os.getpid()}
 
 
+@pytest.mark.full("further")
 def test_a_function_runs_on_all_ranks_and_returns_by_rank(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -247,6 +256,7 @@ def place_before_init() -> list[str]:
     return [os.environ[f"HOROVOD_{name}"] for name in names]
 
 
+@pytest.mark.full("further")
 def test_workers_of_an_elastic_job_know_their_place_before_init(tmp_path: Path) -> None:
     file = tmp_path / "hosts.sh"
     file.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
@@ -258,6 +268,7 @@ def test_workers_of_an_elastic_job_know_their_place_before_init(tmp_path: Path) 
         horovod_run(place_before_init, host_discovery_script=hosts, hosts="localhost:1")
 
 
+@pytest.mark.full("slow")
 def test_a_function_uses_the_front_end() -> None:
     def add() -> list[float]:
         import torch
@@ -278,6 +289,7 @@ def fail_on_one() -> None:
     time.sleep(30)
 
 
+@pytest.mark.full("further")
 def test_a_function_that_fails_names_its_rank_and_its_reason(tmp_path: Path) -> None:
     begin = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
@@ -294,6 +306,7 @@ def test_a_function_that_fails_names_its_rank_and_its_reason(tmp_path: Path) -> 
     assert not list(tmp_path.glob("farandole-run-*/*.pkl"))
 
 
+@pytest.mark.full("further")
 def test_a_result_that_cannot_travel_and_a_rank_that_leaves_none() -> None:
     with pytest.raises(RuntimeError, match="Process name: 0\nExit code: 1\nTypeError: cannot pickle"):
         horovod_run(sys._getframe, num_proc=1)
@@ -303,6 +316,7 @@ def test_a_result_that_cannot_travel_and_a_rank_that_leaves_none() -> None:
         horovod_run(lambda: os._exit(0), num_proc=1)
 
 
+@pytest.mark.full("further")
 def test_arguments_that_exclude_each_other_and_older_names() -> None:
     with pytest.raises(ValueError, match=r"Argument hosts and hostfile only allow one provided."):
         horovod_run(print, hosts="a:1", hostfile="f")
@@ -333,6 +347,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_whoever_ends_the_caller_ends_the_ranks(tmp_path: Path, number: signal.Signals) -> None:
     caller = subprocess.Popen(

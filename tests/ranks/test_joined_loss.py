@@ -46,6 +46,7 @@ def trained(step: Callable[[Any, Any, Any], torch.Tensor], batches: Any, distrib
     return model
 
 
+@pytest.mark.gate_cases("1-29-True")
 @pytest.mark.parametrize("weighs", [False, True])
 @pytest.mark.parametrize("count", [24, 29, 25])
 @ranks(1, 2, 3)
@@ -100,6 +101,7 @@ LOSSES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bo
 }
 
 
+@pytest.mark.gate_cases("root of the mean")
 @pytest.mark.parametrize("name", LOSSES)
 @ranks(2)
 def test_a_loss_that_couples_samples_is_named(name: str) -> None:

@@ -44,6 +44,7 @@ def play(
     return found[1], found[0]
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     "backend",
     [
@@ -73,6 +74,7 @@ def test_two_ranks_train_what_one_process_does(backend: str, tmp_path: Path) -> 
     assert saved["steps"][0] > 0
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 def test_the_main_trainings(tmp_path: Path) -> None:
     one, ranks = play("keras_script", tmp_path, TRAININGS="some")
@@ -83,6 +85,7 @@ def test_the_main_trainings(tmp_path: Path) -> None:
     require_warm_up(ranks["warm-up"])
 
 
+@pytest.mark.full("further")
 @needs_tensorflow
 def test_a_rank_that_is_lost_leaves_the_same_training(tmp_path: Path) -> None:
     one, ranks = play("keras_elastic_script", tmp_path, "--min-np", "1")

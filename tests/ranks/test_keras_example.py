@@ -21,7 +21,7 @@ EPOCH = re.compile(
     r"Epoch (\d): [\d.]+ s, loss ([\d.]+), accuracy ([\d.]+), validation loss ([\d.]+), accuracy ([\d.]+)"
 )
 FIGURES = ("Time of an epoch: ", "Images a second: ", "Total: ", "Validation accuracy: ")
-pytestmark = [needs_tensorflow, pytest.mark.timeout(3 * MOST_SECONDS)]
+pytestmark = [pytest.mark.full("slow"), needs_tensorflow, pytest.mark.timeout(3 * MOST_SECONDS)]
 
 
 def start(

@@ -23,7 +23,7 @@ from farandole.observe.report import write_report
 from tests.ranks.keras_jobs import finish, needs_compiler, needs_tensorflow, start
 from tests.ranks.keras_records_script import BATCH, BATCH_SECONDS, EPOCHS, MORE, SAVE_SECONDS, STEPS
 
-pytestmark = [needs_tensorflow, needs_compiler, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full("slow"), needs_tensorflow, needs_compiler, pytest.mark.timeout(300)]
 
 
 def test_a_fit_is_recorded(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.ranks.keras_jobs import needs_tensorflow
 from tests.ranks.test_keras import play, require_equal_weights
 
-pytestmark = [needs_tensorflow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.full("slow"), needs_tensorflow, pytest.mark.timeout(500)]
 
 
 def test_shares_are_the_whole_and_two_ranks_train_what_one_process_does(tmp_path: Path) -> None:

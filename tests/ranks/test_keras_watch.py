@@ -22,7 +22,7 @@ from tests.ranks.keras_jobs import (
     start,
 )
 
-pytestmark = [needs_keras, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.full("slow"), needs_keras, pytest.mark.timeout(300)]
 BACKENDS = [pytest.param("tensorflow", marks=needs_tensorflow), "torch"]
 ANSWERS: dict[str, dict[str, tuple[str, str]]] = {
     # of a case: checks that are not "ok", with their word and a part of what is said

@@ -57,6 +57,7 @@ def made(kind: type[torch.optim.Optimizer], plan: fd.Plan | None, **options: Any
     return model, optimizer
 
 
+@pytest.mark.full("further")
 @ranks(2)
 @takes(60)
 def test_every_optimizer_that_steps_in_parts_does_what_one_step_does() -> None:
@@ -225,6 +226,7 @@ def test_a_graph_of_before_the_step_is_refused_as_without_late_rows() -> None:
         loss.backward()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_late_rows_across_hosts_packed_and_saved(stage: int, tmp_path: str) -> None:

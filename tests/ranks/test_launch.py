@@ -109,6 +109,7 @@ def test_each_rank_is_told_its_place_and_gets_its_cores(tmp_path: Path) -> None:
     assert (runs[0] / "logs" / "rank_1.log").read_text().startswith('["1"')
 
 
+@pytest.mark.full("further")
 def test_the_first_failure_is_printed_first_and_the_others_are_stopped(tmp_path: Path) -> None:
     text = """
 import os, sys, time
@@ -134,6 +135,7 @@ time.sleep(600)
     assert (failure["rank"], failure["stopped"], failure["exit_code"]) == (1, [0, 2], 1)
 
 
+@pytest.mark.gate_cases("sys.exit('in words')-1-exit code 1")
 @pytest.mark.parametrize(
     ("statement", "code", "words"),
     [
@@ -151,6 +153,7 @@ def test_the_exit_code_is_the_culprits(tmp_path: Path, statement: str, code: int
     assert "stopped rank 1 after" in result.stderr
 
 
+@pytest.mark.full("further")
 def test_a_rank_that_ignores_the_request_to_stop_is_killed(tmp_path: Path) -> None:
     text = """
 import os, signal, sys, time
@@ -173,6 +176,7 @@ def test_kill_9_of_the_launcher_leaves_nothing(tmp_path: Path) -> None:
     assert gone_within(pids, 2.0), f"still there: {alive(pids)}"
 
 
+@pytest.mark.gate_cases("1-129")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_signals_to_the_launcher_end_everything(tmp_path: Path, number: int, code: int) -> None:
     process, pids = start_waiting(tmp_path)
@@ -184,6 +188,7 @@ def test_signals_to_the_launcher_end_everything(tmp_path: Path, number: int, cod
     assert f"stopped all ranks on {signal.Signals(number).name}" in err
 
 
+@pytest.mark.full("further")
 def test_one_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     process, pids = start_waiting(tmp_path, before=["nohup"])
     process.send_signal(signal.SIGHUP)
@@ -196,6 +201,7 @@ def test_one_started_with_nohup_outlives_its_terminal(tmp_path: Path) -> None:
     assert gone_within(pids, 1.0)
 
 
+@pytest.mark.full("further")
 def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     deaf = "import signal\nfor n in (2, 15):\n    signal.signal(n, signal.SIG_IGN)\n" + WAITS
     script(tmp_path, deaf, "deaf.py")
@@ -218,6 +224,7 @@ def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 2
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone  # it looks at the ports of the whole machine
 def test_many_starts_leave_no_process_port_or_shared_memory(tmp_path: Path) -> None:
     def listening() -> list[int]:
@@ -242,6 +249,7 @@ def test_many_starts_leave_no_process_port_or_shared_memory(tmp_path: Path) -> N
         left &= set(os.listdir("/dev/shm"))  # noqa: PTH208
 
 
+@pytest.mark.full("further")
 @patient
 def test_scripts_of_torch_distributed_run_unchanged(tmp_path: Path) -> None:
     text = """
@@ -257,6 +265,7 @@ dist.destroy_process_group()
     assert sorted(result.stdout.splitlines()) == ["[0] sum 3", "[1] sum 3"]
 
 
+@pytest.mark.full("further")
 def test_colours_and_the_progress_line_on_a_terminal(tmp_path: Path) -> None:
     text = """
 import json, os, time
@@ -286,6 +295,7 @@ print("after", flush=True)
     assert b"\x1b[36m[0] \x1b[0mafter" in seen
 
 
+@pytest.mark.full("further")
 def test_output_nobody_reads_does_not_break_the_job(tmp_path: Path) -> None:
     text = "import sys\nfor i in range(20000):\n    print('x' * 50)\nopen('done', 'w').write('yes')\n"
     name = script(tmp_path, text)
@@ -297,6 +307,7 @@ def test_output_nobody_reads_does_not_break_the_job(tmp_path: Path) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full("further")
 def test_a_dry_run_prints_the_environment_that_really_runs(tmp_path: Path) -> None:
     text = "import json, os; print(json.dumps(dict(os.environ)))"
     words = ["-np", "2", "--run-dir", "run", "--set", "accumulate=2", "--", sys.executable, "-S"]

@@ -31,6 +31,8 @@ from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import NAMED, TOKENS, WIDTH, WORDS, Block, Language
 from tests.unit.plan.cost.cases import cluster_of
 
+pytestmark = pytest.mark.full("slow")
+
 SMALL: dict[str, Any] = {"bucket_bytes": 16384, "first_bucket_bytes": 4096}
 
 

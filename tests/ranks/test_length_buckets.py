@@ -57,6 +57,7 @@ def alone() -> Iterator[None]:
         world.rank, world.size = int(os.environ["FARANDOLE_RANK"]), int(os.environ["FARANDOLE_SIZE"])
 
 
+@pytest.mark.gate_cases("3-batches")
 @pytest.mark.parametrize("kind", ["batches", "budget"])
 @ranks(2, 3)
 def test_all_ranks_draw_from_the_same_bucket(kind: str) -> None:
@@ -85,6 +86,7 @@ def test_all_ranks_draw_from_the_same_bucket(kind: str) -> None:
     assert len(loader) > 1, "in the loop, too"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_evaluation_begins_with_the_longest() -> None:
     fd.init()
@@ -95,6 +97,7 @@ def test_evaluation_begins_with_the_longest() -> None:
         assert sorted(first) == sorted(LENGTHS)[-len(first) :]
 
 
+@pytest.mark.gate_cases("batches")
 @pytest.mark.parametrize("kind", ["batches", "budget"])
 @ranks(3)
 def test_the_gradient_is_that_of_the_joined_batch(kind: str) -> None:
@@ -123,6 +126,7 @@ def test_the_gradient_is_that_of_the_joined_batch(kind: str) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2, 3)
 def test_an_epoch_goes_on_with_another_number_of_ranks() -> None:
     """Some of it by one rank, some by all, some by one with other batches: each sample once."""
@@ -166,6 +170,7 @@ def test_an_epoch_goes_on_with_another_number_of_ranks() -> None:
         assert make is drawn or sorted(whole) == list(range(COUNT))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_lengths_that_changed_since_the_state_was_saved_are_refused() -> None:
     fd.init()

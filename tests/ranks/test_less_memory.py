@@ -30,6 +30,7 @@ def with_adapters(seed: int) -> nn.Sequential:
     return model
 
 
+@pytest.mark.gate_cases("int4")
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 @ranks(2)
 def test_frozen_weights_are_rank_0_s_and_adapters_train_as_in_one_process(codec: Any) -> None:
@@ -55,6 +56,7 @@ def test_frozen_weights_are_rank_0_s_and_adapters_train_as_in_one_process(codec:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_frozen_weight_that_one_rank_cannot_store_is_refused_on_both() -> None:
     world = fd.init()
@@ -85,6 +87,7 @@ def test_states_on_disk_train_as_in_one_process() -> None:
             fd.distribute(model, torch.optim.Adam(model.parameters()), plan)
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @ranks(2)
 def test_a_schedule_trains_as_one_process_that_freezes(codec: str) -> None:

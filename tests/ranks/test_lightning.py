@@ -14,7 +14,10 @@ from farandole.observe.read.run_reader import read_run
 from tests import warm
 from tests.ranks.front_ends import play_both
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is missing")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="lightning is missing"),
+    pytest.mark.full("slow"),
+]
 
 
 @pytest.fixture(scope="module")

@@ -70,6 +70,7 @@ def test_a_checker_of_types_knows_what_the_loader_is_made_of() -> None:
     assert isinstance(loader, ShardedLoader)
 
 
+@pytest.mark.gate_cases("24-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("count", [24, 25, 26, 29])
 @ranks(3)
@@ -83,6 +84,7 @@ def test_every_sample_once_and_equal_steps(count: int, workers: int) -> None:
         assert flat == list(range(count))
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_the_joined_batch_is_that_of_one_process() -> None:
     world = fd.init()
@@ -131,6 +133,7 @@ class OwnOrder(Sampler[int]):
         return iter(digits if fd.world().rank == 0 else [0] * 11)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_sampler_of_the_users_own_is_drawn_once_for_all() -> None:
     fd.init()
@@ -170,6 +173,7 @@ def test_a_sampler_without_end_is_refused_on_all_ranks(kind: type[Endless], work
             next(iter(loader))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_whole_batches_of_a_batch_sampler() -> None:
     fd.init()
@@ -178,6 +182,7 @@ def test_whole_batches_of_a_batch_sampler() -> None:
     assert seen == [[[0, 1, 2], [6, 7, 8], [12]], [[3, 4, 5], [9, 10, 11], []]]
 
 
+@pytest.mark.gate_cases("12-0")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("count", [12, 13, 15])
 @ranks(2)
@@ -188,6 +193,7 @@ def test_streams(count: int, workers: int) -> None:
     assert sorted(i for steps in seen for batch in steps for i in batch) == list(range(count))
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_evaluation_has_no_placeholder_and_mean_is_weighted() -> None:
     world = fd.init()
@@ -209,6 +215,7 @@ def test_drop_last() -> None:
     assert sorted(i for steps in seen for batch in steps for i in batch) == list(range(8))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("count", [25, 19, 17])
 @ranks(3)
@@ -234,6 +241,7 @@ def test_uneven_last_batches_train_as_one_process(count: int, accumulate: int) -
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_placeholder_first_of_several_accumulated_batches() -> None:
     """A rank whose first held gradient counts for nothing, then one that does, and the reverse."""

@@ -104,6 +104,7 @@ class ReplacesBatches(DataLoader[Any]):
         object.__setattr__(self, "batch_sampler", Repeat(self.sampler, 2, False))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("workers", [0, 1])
 @ranks(2)
 def test_a_subclass_keeps_its_iteration_and_its_length(workers: int) -> None:
@@ -120,6 +121,7 @@ def test_a_subclass_keeps_its_iteration_and_its_length(workers: int) -> None:
         assert own_values(loader) == [[[100, 101, 102], [106, 107, 108]], [[103, 104, 105], [109, 110, 111]]]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_an_endless_subclass_draws_another_order_each_epoch() -> None:
     fd.init()

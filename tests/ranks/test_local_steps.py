@@ -97,6 +97,21 @@ class Replicas:
                 now.copy_(now + self.outer[name] - own[name] if at < self.step else self.outer[name])
 
 
+@pytest.mark.gate_cases(
+    "2-local:H=4-sgd",
+    "2-diloco:H=5-adamw",
+    "2-diloco:H=3,nesterov=false-adagrad",
+    "2-local:H=6,fragments=3-sgd",
+    "2-local:H=4,overlap=2-adamw",
+    "2-diloco:H=6,fragments=3,overlap=1-adagrad",
+    "2-diloco:H=4,fragments=2,overlap=3-sgd",
+    "3-local:H=4-adagrad",
+    "3-diloco:H=5-sgd",
+    "3-local:H=6,fragments=3-adamw",
+    "3-local:H=4,overlap=2-adagrad",
+    "3-diloco:H=6,fragments=3,overlap=1-sgd",
+    "3-diloco:H=4,fragments=2,overlap=3-adamw",
+)
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adagrad"])
 @pytest.mark.parametrize(
     "sync",
@@ -278,6 +293,13 @@ def language_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
 
 
+@pytest.mark.gate_cases(
+    "diloco:H=3-int8",
+    "diloco:H=3-powersgd:2",
+    "diloco:H=3-topk:0.1",
+    "streaming:H=6,fragments=3,overlap=2-int4",
+    "streaming:H=6,fragments=3,overlap=2-bf16",
+)
 @pytest.mark.parametrize("codec", ["int8", "int4", "powersgd:2", "topk:0.1", "bf16"])
 @pytest.mark.parametrize("sync", ["diloco:H=3", "streaming:H=6,fragments=3,overlap=2"])
 @ranks(2)
@@ -753,6 +775,7 @@ class Outer(Optimizer):
         self.inner.step()
 
 
+@pytest.mark.full_cases("server")
 @pytest.mark.parametrize("sync", ["local:H=2", "server"])
 @ranks(2)
 def test_an_optimizer_that_was_made_later_is_refused_and_a_wrapper_is_not(sync: str) -> None:

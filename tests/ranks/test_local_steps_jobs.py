@@ -91,6 +91,7 @@ fd.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1), fd.Plan(sync="
 """
 
 
+@pytest.mark.full("busy")
 @patient
 def test_the_end_says_how_many_meetings_there_were_and_what_that_is_not(tmp_path: Path) -> None:
     (tmp_path / "meets.py").write_text(MEETS)
@@ -107,7 +108,7 @@ def test_the_end_says_how_many_meetings_there_were_and_what_that_is_not(tmp_path
     assert "warning: 3 meetings are few" in said
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @patient
 def test_other_numbers_of_ranks_and_other_plans_go_on_from_a_checkpoint(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -123,7 +124,7 @@ def test_other_numbers_of_ranks_and_other_plans_go_on_from_a_checkpoint(tmp_path
     assert all(each == said[0] for each in said), said
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.alone
 @patient
 @pytest.mark.parametrize(

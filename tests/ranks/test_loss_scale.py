@@ -13,6 +13,7 @@ from tests.ranks.pool import ranks
 SCALES = (256.0, 512.0, 1024.0, 512.0, 64.0, 64.0)
 
 
+@pytest.mark.gate_cases("powersgd:2")
 @pytest.mark.parametrize("codec", ["int8", "topk:0.1", "sign", "powersgd:2"])
 @ranks(2)
 def test_what_is_applied_and_what_is_left_add_up(codec: str) -> None:

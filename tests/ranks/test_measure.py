@@ -57,7 +57,7 @@ def test_codecs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) 
     assert all_gather_json(world, "costs", repr(costs)) == [repr(costs)] * 2
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.alone
 @pytest.mark.timeout(240)
 def test_the_command_takes_the_time_that_it_is_given(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_the_command_takes_the_time_that_it_is_given(tmp_path: Path) -> None:
     assert not left, "no run directory and no measured file is left"
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.alone
 def test_a_busy_machine_is_named_in_the_output_and_in_the_file(tmp_path: Path) -> None:
     burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]

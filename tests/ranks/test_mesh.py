@@ -23,6 +23,7 @@ from tests.ranks.sharded_cases import full
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
 
+@pytest.mark.gate_cases("int8")
 @ranks(4)
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_gradients_meet_in_each_part_of_the_world_alone(codec: str) -> None:
@@ -41,6 +42,7 @@ def test_gradients_meet_in_each_part_of_the_world_alone(codec: str) -> None:
     fd.barrier()
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_a_part_knows_its_hosts() -> None:
     pretend_two_hosts()
@@ -56,6 +58,7 @@ def test_a_part_knows_its_hosts() -> None:
     fd.barrier()
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_a_mismatch_in_a_part_is_raised_in_it() -> None:
     here = fd.init()
@@ -68,6 +71,7 @@ def test_a_mismatch_in_a_part_is_raised_in_it() -> None:
     fd.barrier()
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_ranks_of_one_replica_get_the_same_samples() -> None:
     here = fd.init()
@@ -91,6 +95,7 @@ def test_ranks_of_one_replica_get_the_same_samples() -> None:
         next(iter(loader))
 
 
+@pytest.mark.gate_cases("0.05")
 @ranks(4)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_copies_of_shards_train_as_one_process(clip: float | None) -> None:
@@ -113,6 +118,7 @@ def test_copies_of_shards_train_as_one_process(clip: float | None) -> None:
         torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-5, atol=1e-6, msg=name)
 
 
+@pytest.mark.gate_cases("1.0")
 @ranks(4)
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
 def test_clipping_is_by_the_norm_of_all_ranks(order: float) -> None:
@@ -156,6 +162,7 @@ def test_a_grad_scaler_skips_a_step_on_all_ranks_or_none() -> None:
     assert scaler.get_scale() == 2.0, "the scale was halved once, on both ranks"
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_dropout_is_equal_on_tensor_ranks_of_one_replica() -> None:
     here = fd.init()

@@ -18,6 +18,7 @@ def _conv(channels_last: bool) -> nn.Conv2d:
     return conv.to(memory_format=torch.channels_last) if channels_last else conv  # type: ignore[call-overload]
 
 
+@pytest.mark.gate_cases("auto")
 @pytest.mark.parametrize("route", ["auto", "flat"])
 @ranks(2)
 def test_strides_are_compared(route: RouteName) -> None:

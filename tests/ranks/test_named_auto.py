@@ -127,6 +127,7 @@ def test_a_fast_link_stays_exact() -> None:
         assert measured
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_buckets_that_hide_behind_computing_stay_exact() -> None:
     """The first one leaves half a second before the others: its 0.3 s on the link cost nothing."""
@@ -145,6 +146,7 @@ def test_buckets_that_hide_behind_computing_stay_exact() -> None:
         assert (first.travel().codec, second.travel().codec) == ("none", "int4")
 
 
+@pytest.mark.full("slow")
 @ranks(4, **TWO_HOSTS)
 def test_the_link_between_hosts_is_measured_where_ranks_meet_inside_first() -> None:
     pretend_two_hosts()
@@ -179,6 +181,7 @@ def test_ranks_of_one_host_measure_nothing() -> None:
     assert said.getvalue() == (expected if rank == 0 else "")
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_joined_ranks_and_process_sets_choose_by_themselves() -> None:
     rank = fd.init().rank

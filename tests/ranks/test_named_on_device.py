@@ -153,7 +153,7 @@ def coded(codec: str, *, bad_step: int | None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full) for each in CODECS]
+    "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full("further")) for each in CODECS]
 )
 @ranks(3)
 def test_codecs_have_the_bits_of_cpu_memory(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_codecs_have_the_bits_of_cpu_memory(codec: str, monkeypatch: pytest.Monk
         assert same(ours, theirs)
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.1,exact=true", marks=pytest.mark.full)])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.1,exact=true", marks=pytest.mark.full("further"))])
 @ranks(4, **TWO_HOSTS, HOROVOD_DYNAMIC_PROCESS_SETS="1")
 def test_codecs_go_by_slices_between_hosts(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the bits of CPU memory, where hosts add up first, too; ranks of one host have no group of their own."""
@@ -207,6 +207,7 @@ def use_three_times() -> None:
         mine.mul_(2)
 
 
+@pytest.mark.full_cases("read")
 @pytest.mark.parametrize("left_out", FOUND)
 @ranks(2)
 def test_a_wait_that_is_left_out_is_found(left_out: str) -> None:

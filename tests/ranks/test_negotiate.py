@@ -98,6 +98,7 @@ def test_other_reductions_and_scales(count: int) -> None:
         assert third.equal(by_hand / 3)
 
 
+@pytest.mark.gate_cases("6")
 @pytest.mark.parametrize("count", [6, LARGE])
 @ranks(4)
 def test_moves_of_all_types(count: int) -> None:
@@ -147,6 +148,7 @@ def test_adasum_is_the_same_on_all_ranks_and_what_the_formula_says(count: int) -
         torch.testing.assert_close(same, vectors[0])
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_any_order_from_many_threads_without_waiting() -> None:
     rank = fd.init().rank
@@ -310,6 +312,7 @@ def test_joined_ranks_contribute_zeros(count: int) -> None:
             assert run(it, "together", "allgather", torch.ones(count)).shape == (3 * count,)
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_process_sets_overlap_and_do_not_wait_for_each_other() -> None:
     rank = fd.init().rank
@@ -379,6 +382,7 @@ def test_codecs_keep_what_they_lost_for_each_name(codec: str) -> None:
         assert run(it, "w", "allreduce", vectors[rank], codec=codec).isfinite().all()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_many_engines_leave_nothing() -> None:
     world = fd.init()
@@ -495,6 +499,7 @@ def play(tmp_path: Path, lagging: str, *, settings: dict[str, float] | None = No
         return "".join(job.out + job.err for job in jobs)
 
 
+@pytest.mark.full("slow")
 @patient
 def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path) -> None:
     said = play(tmp_path, "time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)")
@@ -507,6 +512,7 @@ def test_a_rank_that_is_killed_is_named_within_a_second(tmp_path: Path) -> None:
             assert float(line.split()[3]) < 1.5
 
 
+@pytest.mark.full("slow")
 @patient
 def test_a_rank_that_does_not_come_is_named_with_its_place(tmp_path: Path) -> None:
     settings = {"stall_warning_seconds": 0.5, "stall_shutdown_seconds": 1.2}
@@ -525,6 +531,7 @@ def test_an_end_before_the_warning_is_refused() -> None:
     assert NamedOpsSettings(stall_warning_seconds=0.0, stall_shutdown_seconds=5.0)
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 def test_a_burst_needs_few_packets() -> None:
     """Operations that follow each other fast leave together, also those that are complete when submitted."""
@@ -542,6 +549,7 @@ def test_a_burst_needs_few_packets() -> None:
         assert len(calls) < len(names) / 2
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 def test_what_follows_a_result_is_no_burst() -> None:
     """A caller that waits for each operation sends the next one itself; no thread is woken to send it."""
@@ -573,6 +581,7 @@ def count_sends(on: NamedOpsEngine) -> list[int]:
     return calls
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_nothing_happens_while_nothing_is_to_be_done() -> None:
     world = fd.init()

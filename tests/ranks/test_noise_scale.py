@@ -99,6 +99,7 @@ def train(
         assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2, 4)
 def test_the_estimates_are_those_of_one_process() -> None:
     """Exact buckets, ZeRO, accumulation of both kinds, and gradients that are cleared to zeros."""
@@ -115,6 +116,7 @@ def test_the_estimates_are_those_of_one_process() -> None:
     train(fd.Plan(zero=2))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_linear_regression_with_known_noise() -> None:
     """y = w x + noise: every sample's gradient is known, and so are G, tr(Sigma) and the critical batch."""
@@ -304,6 +306,7 @@ def test_parameters_that_are_frozen_unused_sparse_narrow_or_scaled() -> None:
     close(noise, readings, rtol=0.05)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_codecs_that_keep_the_norm_and_others() -> None:
     fd.init()

@@ -16,6 +16,7 @@ import farandole as fd
 from tests.ranks.pool import free_port
 
 pytestmark = [
+    pytest.mark.full("slow"),
     pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="nbclient is missing"),
     pytest.mark.timeout(240),
     # of zmq and of the kernel's clients

@@ -87,6 +87,7 @@ def test_the_warm_up_is_adam_on_ranks() -> None:
     assert_close(model, reference, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.gate_cases("plan2")
 @pytest.mark.parametrize("plan", [{}, {"codec": "int8"}, {"accumulate": 2}, {"route": "flat"}])
 @ranks(3)
 def test_ranks_hold_the_same_bits_after_the_warm_up(plan: dict[str, Any]) -> None:
@@ -195,6 +196,7 @@ def test_a_parameter_that_only_one_rank_uses_keeps_its_momentum() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_five_hundred_steps_end_near_adam() -> None:
     world = fd.init()

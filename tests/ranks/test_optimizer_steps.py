@@ -56,6 +56,7 @@ KINDS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 }
 
 
+@pytest.mark.gate_cases("sgd-2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("kind", list(KINDS))
 @ranks(2)

@@ -156,6 +156,7 @@ def test_gradients_do_not_depend_on_values_on_what_trains_or_on_the_loss() -> No
             assert_same_training(mine, alone, f"{what}, by tokens {by_tokens}")
 
 
+@pytest.mark.full_cases("zb-h1", "zb-v", "1f1b")
 @ranks(4)
 @takes(60)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b"])
@@ -183,6 +184,7 @@ def test_a_backward_pass_in_two_parts_sums_the_same(schedule: str) -> None:
         assert_same_training(mine, alone, f"{schedule}, by tokens {by_tokens}")
 
 
+@pytest.mark.gate_cases("blocks")
 @ranks(4)
 @takes(60)
 @pytest.mark.parametrize("recompute", ["none", "blocks"])

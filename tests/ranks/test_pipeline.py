@@ -45,6 +45,7 @@ def compare(reference: nn.Module, model: nn.Module, what: str) -> None:
     assert 0 < here < len(theirs), f"{what}: this rank has {here} of {len(theirs)} parameters"
 
 
+@pytest.mark.full("further")
 @ranks(2, 4)
 @takes(60)
 def test_five_steps_of_every_schedule_are_those_of_one_process() -> None:
@@ -145,6 +146,7 @@ def follow(model: nn.Module, reference: nn.Module, plan: Plan, batches: list[Any
     compare(reference, model, what)
 
 
+@pytest.mark.full("further")
 @ranks(2, 4)
 @takes(60)
 def test_tied_weights_skips_and_norms_in_every_schedule() -> None:
@@ -293,6 +295,7 @@ def test_an_average_of_weights_is_made_after_the_cut() -> None:
         assert torch.equal(mean, parameter), "the first update takes the parameters"
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_replicas_of_a_pipeline_and_one_process_by_micro_batches() -> None:
     here = fd.init()
@@ -340,6 +343,7 @@ for step in range(8):
 """
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone
 @patient
 def test_the_diagnosis_names_the_slow_stage_and_a_rank_that_dies_ends_all(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ for step in range(8):
 """
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.alone
 @patient
 @pytest.mark.parametrize("size", [2, 4])

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,8 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.parallel.pipeline import apply, messages, ownership, peers
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_pipeline import Tied, chain, compare, cross_entropy, follow
+
+pytestmark = pytest.mark.full("slow")
 
 
 class InOrder:

@@ -39,6 +39,7 @@ def next_word(output: Any, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(120)
 def test_llama_and_mixtral_train_as_one_process() -> None:

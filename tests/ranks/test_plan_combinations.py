@@ -51,6 +51,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().float().clone()
 
 
+@pytest.mark.gate_cases("bf16-1")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     ("keys", "frozen"),

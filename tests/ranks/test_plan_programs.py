@@ -73,12 +73,14 @@ def test_what_was_wrong_once(what: str, tmp_path: Path) -> None:
     assert found.get("right") == 1, (tmp_path / "said").read_text()
 
 
+@pytest.mark.full_cases("2", "3")
 @patient
 @pytest.mark.parametrize("block", range(4))
 def test_plans_train_as_one_process(block: int, tmp_path: Path) -> None:
     play_many(tmp_path, block * 10, 10, 120)
 
 
+@pytest.mark.full("random")
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("block", range(4))
 def test_plans_of_new_seeds(block: int, tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ def test_gradients_are_those_of_autocast_and_true(precision: str, loss_of: Loss)
             torch.testing.assert_close(mine, expected, rtol=0.02, atol=0.003)
 
 
+@pytest.mark.full("slow")
 @ranks(1, 2)
 @fresh
 def test_a_model_that_is_gone_takes_nothing_from_one_with_its_numbers() -> None:
@@ -115,6 +116,7 @@ KEYS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.gate_cases("1-fp16-keys3")
 @pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @ranks(1, 2)
@@ -151,6 +153,7 @@ def test_what_float16_would_lose_arrives() -> None:
         torch.testing.assert_close(mine * 1e7, expected * 1e7, rtol=0.05, atol=0.01)
 
 
+@pytest.mark.gate_cases("1-int8")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @ranks(1, 2)
 def test_one_rank_overflows_and_all_skip_the_step(codec: str) -> None:
@@ -175,6 +178,7 @@ def test_one_rank_overflows_and_all_skip_the_step(codec: str) -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("slow")
 @ranks(1)
 def test_a_compiled_model_follows_the_scale() -> None:
     fd.init()
@@ -432,6 +436,7 @@ def test_copies_are_plain_and_undistribute_removes_it(precision: str) -> None:
     assert all(map(torch.equal, gradients(model), gradients(reference))), "something was left"
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 2)
 def test_the_scale_is_part_of_a_checkpoint(tmp_path: Any) -> None:
     fd.init()

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from farandole.core.vocabulary.spec import Plan
 from tests import warm
 from tests.ranks.test_launch import script
@@ -47,6 +49,7 @@ def summary_of(tmp_path: Path, text: str, *options: str) -> tuple[dict[str, Any]
     return summary["prediction"], result.stderr
 
 
+@pytest.mark.full("slow")
 def test_a_plans_prediction_is_shown_beside_what_was_measured(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     predicted = {
@@ -71,6 +74,7 @@ def test_a_plans_prediction_is_shown_beside_what_was_measured(tmp_path: Path) ->
     assert "farandole measure --from" in text
 
 
+@pytest.mark.full("slow")
 def test_exchanges_inside_of_passes_are_measured_and_a_plan_of_the_script_counts(tmp_path: Path) -> None:
     check, text = summary_of(tmp_path, TENSOR)
     by_name = {each["name"]: each for each in check["terms"]}

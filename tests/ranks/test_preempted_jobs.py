@@ -168,6 +168,7 @@ def begin_training(directory: Path, *words: str) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize(
     ("whom", "loader"),
     [
@@ -196,6 +197,7 @@ def test_a_training_with_workers_is_saved_whoever_is_signalled(tmp_path: Path, w
     assert gone_within([each.pid for each in below], 2.0)
 
 
+@pytest.mark.full("slow")
 def test_a_save_that_takes_longer_than_there_is_time_is_said_not_to_be_there(tmp_path: Path) -> None:
     name = script(tmp_path, TRAINS)
     process = begin_training(tmp_path, "--grace", "1.5", "--", sys.executable, name, "of fd.shard", "60")

@@ -52,6 +52,14 @@ def late(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
+@pytest.mark.gate_cases(
+    "25-1-0-1-as_drawn",
+    "25-1-0-4-late",
+    "25-1-1-2-made_anew",
+    "13-2-0-1-late",
+    "13-2-0-4-made_anew",
+    "13-2-1-2-as_drawn",
+)
 @pytest.mark.parametrize("loop", [as_drawn, made_anew, late])
 @pytest.mark.parametrize(("workers", "depth"), [(0, 1), (0, 4), (1, 2)])
 @pytest.mark.parametrize(("count", "accumulate"), [(25, 1), (13, 2)])
@@ -113,6 +121,7 @@ def test_copies_are_known_by_their_memory() -> None:
     assert_near(model, reference)
 
 
+@pytest.mark.full_cases("1-stream-0", "2-in order-2", "2-shuffled-2", "2-stream-2", "2-stream-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shuffled", "in order", "stream"])
 @ranks(1, 2)
@@ -297,6 +306,7 @@ class Timed(Rows):
         return [self[i] for i in indexes]
 
 
+@pytest.mark.gate_cases("divided", "recorded")
 @pytest.mark.parametrize("kind", ["divided", "plain", "recorded", "evaluation"])
 @ranks(1)
 def test_what_is_recorded_is_the_wait_of_the_loop(kind: str) -> None:

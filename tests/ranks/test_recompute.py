@@ -104,6 +104,7 @@ def assert_same(kinds: str, seed: int, recompute: Any, **keys: Any) -> None:
         assert torch.equal(value, again.state_dict()[name]), f"{kinds}: {name} differs"
 
 
+@pytest.mark.gate_cases("1-aa-recompute2")
 @pytest.mark.parametrize("recompute", ["blocks", ("layers.?",), ("*.feed", "*.norm", "layers.1")])
 @pytest.mark.parametrize("kinds", ["aa", "acm"])
 @ranks(1, 2)
@@ -113,6 +114,7 @@ def test_the_same_bits_as_without(kinds: str, recompute: Any) -> None:
         assert_same(kinds, seed, recompute)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_statistics_of_all_ranks_are_summed_once() -> None:
     fd.init()
@@ -243,6 +245,7 @@ def test_what_cannot_be_recomputed() -> None:
         fd.distribute(scripted, torch.optim.SGD(scripted.parameters(), 0.1), fd.Plan(recompute=("head",)))
 
 
+@pytest.mark.full("further")
 @ranks(1)
 def test_a_compiled_model_recomputes() -> None:
     fd.init()

@@ -109,6 +109,7 @@ def median_parts(rows: list[StepRow]) -> dict[str, float]:
     return {name: sorted(each.get(name, 0.0) for each in parts)[len(parts) // 2] for name in names}
 
 
+@pytest.mark.full("busy")
 @pytest.mark.parametrize("where", [DATA, FORWARD, LOSS, BACKWARD, OPTIMIZER])
 @ranks(2)
 def test_a_sleep_is_found_in_its_phase(where: str, tmp_path: Path) -> None:
@@ -134,6 +135,7 @@ def test_a_sleep_is_found_in_its_phase(where: str, tmp_path: Path) -> None:
     assert parts[OTHER] < 0.05 * step, parts
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_every_bucket_is_timed_in_order(tmp_path: Path) -> None:
     fd.init(run_dir=tmp_path)
@@ -193,6 +195,7 @@ def fail_in_a_checkpoint(slept: list[float]) -> None:
         raise KeyError("is not kept back")
 
 
+@pytest.mark.full("further")
 @ranks(1)
 def test_pauses_have_names(tmp_path: Path) -> None:
     fd.init(run_dir=tmp_path)
@@ -239,6 +242,7 @@ def test_copies_and_saved_models_are_not_recorded(tmp_path: Path) -> None:
     assert torch.equal(twin(torch.ones(1, 4)), saved(torch.ones(1, 4)))  # after the world has ended, too
 
 
+@pytest.mark.full("further")
 @ranks(1)
 def test_the_host_is_sampled(tmp_path: Path) -> None:
     fd.init(run_dir=tmp_path)
@@ -280,6 +284,7 @@ while True:
 """
 
 
+@pytest.mark.full("further")
 @patient
 def test_a_killed_rank_leaves_readable_records(tmp_path: Path) -> None:
     done = warm.python(tmp_path, "-c", _KILLED, str(tmp_path), timeout=50)
@@ -307,6 +312,7 @@ def ddp(observed: bool, directory: str) -> list[torch.Tensor]:
     return weights(model)
 
 
+@pytest.mark.full("slow")
 @ranks(3)
 def test_stock_ddp_is_observed_and_trains_to_the_same_bits(tmp_path: Path) -> None:
     fd.init(run_dir=tmp_path)
@@ -329,6 +335,7 @@ def test_stock_ddp_is_observed_and_trains_to_the_same_bits(tmp_path: Path) -> No
     assert all(bucket.launch_seconds < bucket.end_seconds for bucket in exchange.buckets)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_fsdp2_is_observed_and_trains_to_the_same_bits(tmp_path: Path) -> None:
     from torch.distributed.fsdp import fully_shard
@@ -410,6 +417,7 @@ def test_horovods_optimizer_finds_its_model_and_the_waits_for_data(where: str, t
     assert not module._global_forward_pre_hooks
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_clocks_of_hosts_are_compared_again_and_again() -> None:
     """Rank 1 has a clock an hour ahead that runs 1 % fast; rank 2 shares that of rank 0."""
@@ -459,6 +467,7 @@ def test_a_host_that_stays_away_is_not_waited_for_again() -> None:
     assert sync.next_step is None
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_the_split_of_the_wait_uses_corrected_clocks(tmp_path: Path) -> None:
     """Both ranks' records as if of two hosts, rank 1's an hour ahead: the split is as of one."""

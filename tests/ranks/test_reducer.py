@@ -66,6 +66,7 @@ class Watch:
         self.seen.append(event)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_buckets_are_of_the_sizes_asked_for_and_leave_while_the_pass_runs() -> None:
     plan = fd.Plan(route="flat", first_bucket_bytes=2000, bucket_bytes=9000)

@@ -145,6 +145,7 @@ def test_what_is_recorded_of_two_steps() -> None:
 # -- codecs ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.gate_cases("randomk:0.2")
 @pytest.mark.parametrize("codec", ["sign", "int8", "topk:0.05", "randomk:0.2"])
 @ranks(2)
 def test_the_mean_of_an_odd_matrix_has_the_bits_of_the_simulator(codec: str) -> None:
@@ -239,6 +240,7 @@ def test_codec_auto_ends_with_its_reducer() -> None:
 # -- options ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_by_default_frozen_parameters_stay_away_and_the_ranks_connect_at_once() -> None:
     """A reducer with a frozen parameter, which has no hook, is removed like any other."""
@@ -288,6 +290,7 @@ def test_a_world_of_one_sends_nothing_and_refuses_nothing() -> None:
 # -- failures --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_rank_that_does_not_come_is_an_error_of_its_bucket() -> None:
     world = fd.init()

@@ -124,6 +124,7 @@ def test_a_sampler_of_the_user_hears_of_its_epoch_by_every_idiom() -> None:
             assert seen(loader) == first
 
 
+@pytest.mark.gate_cases("1-shuffled-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shuffled", "in order", "stream"])
 @ranks(1, 2, 3)
@@ -337,6 +338,7 @@ class Returning(IterableDataset[int]):
         self.at = state["at"]
 
 
+@pytest.mark.gate_cases("1-0", "2-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @ranks(1, 2)
 def test_a_stream_that_stops_at_any_batch_gives_each_sample_once(workers: int) -> None:

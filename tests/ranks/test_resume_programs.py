@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -198,6 +199,7 @@ def play(chance: random.Random, kind: str, workers: int) -> None:
             assert int(reads.sum()) == left, f"{program}, stopped after {before}: {reads.tolist()}"
 
 
+@pytest.mark.gate_cases("1")
 @takes(60)
 @ranks(1, 3)
 def test_a_training_that_stops_anywhere_goes_on_as_if_it_had_not() -> None:
@@ -207,6 +209,7 @@ def test_a_training_that_stops_anywhere_goes_on_as_if_it_had_not() -> None:
             play(chance, kind, 0)
 
 
+@pytest.mark.full("further")
 @takes(60)
 @ranks(2)
 def test_with_workers_too() -> None:

@@ -67,6 +67,7 @@ TWO_HOSTS = {"FARANDOLE_LOCAL_SIZE": "2", "FARANDOLE_NODE_COUNT": "2"}
 SMALL = {"bucket_bytes": 16384, "first_bucket_bytes": 1024}
 
 
+@pytest.mark.gate_cases("flat-flat-int8")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize(("route", "taken"), [("auto", "shared"), ("shared", "shared"), ("flat", "flat")])
 @ranks(3)
@@ -80,6 +81,7 @@ def test_one_host(route: str, taken: str, codec: str) -> None:
     )
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("codec", ["none", "int8", "powersgd:2"])
 @pytest.mark.parametrize("route", ["auto", "hierarchical", "flat"])
 @ranks(4, **TWO_HOSTS)
@@ -119,6 +121,7 @@ def check_narrow_mean(route: str, dtype: torch.dtype, hosts: int = 1) -> None:
         assert torch.equal(model.weight.grad.view(-1), exact_mean(means))
 
 
+@pytest.mark.gate_cases("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @ranks(3)
 def test_narrow_gradients_are_added_up_in_float32(dtype: torch.dtype) -> None:
@@ -148,6 +151,7 @@ class Breaking:
 breaking = Breaking()
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("route", ["flat", "hierarchical"])
 @ranks(4, **TWO_HOSTS)
 def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> None:
@@ -166,6 +170,7 @@ def test_a_rank_that_fails_and_lives_on_frees_the_others_at_once(route: str) -> 
     all_gather_json(world, "test/everybody was freed", 0)  # rank 1 has kept its connections until now
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_a_route_this_world_does_not_have_is_refused_on_all_ranks() -> None:
     pretend_two_hosts()
@@ -176,6 +181,7 @@ def test_a_route_this_world_does_not_have_is_refused_on_all_ranks() -> None:
     train(fd.Plan())
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_one_host_has_no_hierarchy() -> None:
     fd.init()
@@ -194,6 +200,7 @@ def test_one_rank_a_host_is_flat() -> None:
     assert (reducer.route, reducer.route_reason) == ("flat", "there is one rank a host")
 
 
+@pytest.mark.full("further")
 @ranks(3, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_hosts_of_different_size_are_flat() -> None:
     pretend_two_hosts()
@@ -217,6 +224,7 @@ def without_memory() -> Iterator[None]:
         yield
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_without_shared_memory_auto_is_flat_and_shared_is_refused() -> None:
     fd.init()
@@ -285,6 +293,7 @@ def places(route: str, size: int, port: int) -> list[dict[str, str]]:
     return found
 
 
+@pytest.mark.full("further")
 @patient
 @pytest.mark.parametrize(
     ("route", "codec"),

@@ -18,6 +18,7 @@ from tests.ranks.pool import ranks
 from tests.ranks.test_row_tables import DIM, IDS, rows_of
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_a_restoration_that_breaks_is_told_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
     world = fd.init()
@@ -48,6 +49,7 @@ class Clicks(nn.Module):
         return out
 
 
+@pytest.mark.full_cases("2")
 @ranks(1, 2)
 def test_a_checkpoint_has_the_tables_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of the model, one by its name; of the third it says that it is not there."""

@@ -14,6 +14,8 @@ from farandole.comm.world.store_sync import all_gather_json
 from farandole.sync.rows.links import RowServers
 from tests.ranks.pool import ranks, takes
 
+pytestmark = pytest.mark.full("busy")
+
 IDS, DIM, WHOLE = 60, 4, 12
 
 
@@ -166,7 +168,7 @@ def test_a_rank_that_reads_nothing_runs_one_step_ahead_at_most() -> None:
         assert ends[0][step + 1] >= ends[1][step] - 0.25, ends
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @takes(60)
 @pytest.mark.parametrize("snapshot_seconds", [0.0, 0.05])
 @ranks(2)

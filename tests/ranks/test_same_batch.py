@@ -7,6 +7,7 @@ import sys
 from contextlib import redirect_stderr
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,6 +44,7 @@ def test_a_loader_that_was_not_divided_is_named_once() -> None:
     assert not phase_hooks._observers(), "nothing is looked at any more"
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_two_of_three_ranks_with_the_same_samples() -> None:
     world = fd.init(progress=False)
@@ -62,6 +64,7 @@ def test_divided_loaders_and_other_samples_are_not_remarked_upon() -> None:
     assert sys.stderr is not None
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_ranks_that_divide_a_model_have_the_same_samples() -> None:
     world = fd.init(progress=False)

@@ -27,12 +27,14 @@ def play(folder: Path, first: int, count: int, seconds: float) -> None:
     assert found == {"programs": count, "faults": []}
 
 
+@pytest.mark.full_cases("0", "1", "2", "3", "4")
 @patient
 @pytest.mark.parametrize("block", range(5))
 def test_trainings_that_are_killed_or_damaged_go_on_in_any_world(block: int, tmp_path: Path) -> None:
     play(tmp_path, block * FEW, FEW, 120)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("block", range(4))
 def test_many_trainings_that_are_killed_or_damaged_go_on_in_any_world(block: int, tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return play_both("sentence_script", tmp_path_factory.mktemp("sentences"))
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_what_one_process_does_with_their_batches(
@@ -39,7 +39,7 @@ def test_two_ranks_train_what_one_process_does_with_their_batches(
     assert ours[case]["eval_loss"] == pytest.approx(stock[case]["eval_loss"], abs=1e-10)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 def test_what_cannot_be_right_is_refused(played: tuple[dict[str, Any], dict[str, Any], Path]) -> None:
     _, ours, _ = played
     assert "gather_across_devices=True: the epoch has 5 batches of 3 to 4 samples" in ours["gathered unevenly"]

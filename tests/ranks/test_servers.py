@@ -48,6 +48,8 @@ def bits(model: nn.Module) -> str:
     return "".join(each.detach().numpy().tobytes().hex() for each in model.parameters())
 
 
+@pytest.mark.gate_cases("3-adamw")
+@pytest.mark.full_cases("3-adamw")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @ranks(2, 3)
 def test_whole_steps_train_as_one_process(kind: str) -> None:
@@ -80,6 +82,7 @@ class Marks:
         return list(struct.unpack(f"<{world.size}q", os.pread(self.file, 8 * world.size, 0)))
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("sync", ["server:staleness=3", "async", "server:staleness=1,servers=2"])
 @ranks(2)
 def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str, tmp_path: Path) -> None:
@@ -114,7 +117,7 @@ def test_all_that_is_pushed_is_applied_and_ranks_stay_within_the_bound(sync: str
     os.close(marks.file)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("sync", ["server:staleness=2,servers=2", "async:servers=2", "server:servers=2"])
 @ranks(2)
 @takes(60)
@@ -159,7 +162,7 @@ def test_servers_that_are_killed_at_any_moment_lose_no_push_and_apply_none_twice
     assert steps >= 10
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @ranks(2)
 def test_a_server_that_is_killed_changes_no_bit() -> None:
     world = fd.init()
@@ -186,7 +189,7 @@ def test_a_server_that_is_killed_changes_no_bit() -> None:
     assert len(set(all_gather_json(world, "bits", ends[1]))) == 1
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(60)
 def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:
@@ -217,6 +220,7 @@ def test_checkpoints_go_from_and_to_other_plans(tmp_path: Path) -> None:
         torch.testing.assert_close(optimizer.state[mine], reference.state[theirs], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_are_an_error() -> None:
     world = fd.init()
@@ -234,6 +238,7 @@ def test_parameters_that_all_ranks_load_are_the_servers_and_those_of_one_rank_ar
         train(model, optimizer, batches(1))
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @ranks(2)
 def test_parameters_that_are_loaded_or_changed_in_place_leave_the_servers_their_states(kind: str) -> None:
@@ -254,6 +259,7 @@ def test_parameters_that_are_loaded_or_changed_in_place_leave_the_servers_their_
     assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_groups_that_servers_cannot_follow_are_an_error_and_never_a_server_that_dies() -> None:
     fd.init()
@@ -279,6 +285,7 @@ def test_groups_that_servers_cannot_follow_are_an_error_and_never_a_server_that_
         train(model, optimizer, batches(1))
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
     world = fd.init()
@@ -289,6 +296,7 @@ def test_other_learning_rates_are_an_error_on_all_ranks() -> None:
         train(model, optimizer, batches(1))
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_other_numbers_of_steps_are_an_error_on_all_ranks() -> None:
     world = fd.init()
@@ -319,6 +327,7 @@ def test_what_servers_cannot_train_is_refused_by_name() -> None:
     refused(lambda p: torch.optim.SGD(p, 0.1), linear, "servers = 3, expected at most 2", sync="server:servers=3")
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
     fd.init()
@@ -329,6 +338,7 @@ def test_a_loop_that_a_server_cannot_follow_is_refused_by_name() -> None:
         optimizer.step()
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_parameters_that_are_loaded_when_an_optimizer_is_gone_are_refused() -> None:
     fd.init()
@@ -348,6 +358,7 @@ def test_parameters_that_are_loaded_when_an_optimizer_is_gone_are_refused() -> N
         second.step()
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_uneven_batches_of_a_loader_with_workers_and_two_optimizers_train_as_one_process() -> None:
     fd.init()
@@ -371,6 +382,7 @@ def test_uneven_batches_of_a_loader_with_workers_and_two_optimizers_train_as_one
     assert_close(ends[0], ends[1], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_a_server_that_cannot_be_restored_is_an_error_on_all_ranks() -> None:
     world = fd.init()

@@ -67,7 +67,7 @@ def wait_until_gone(processes: list[int], seconds: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @patient
 @pytest.mark.parametrize(("sync", "killed"), [("server:staleness=0,servers=2", 1), ("server:staleness=2", 0)])
 def test_a_rank_that_is_killed_costs_no_step_of_the_others(sync: str, killed: int, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_rank_that_is_killed_costs_no_step_of_the_others(sync: str, killed: in
         wait_until_gone(servers, 10)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @patient
 def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -108,7 +108,7 @@ def test_no_server_outlives_a_job_however_it_ends(tmp_path: Path) -> None:
         wait_until_gone(servers, 10)
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @patient
 def test_a_job_of_the_launcher_ends_with_its_servers(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -128,7 +128,7 @@ def test_a_job_of_the_launcher_ends_with_its_servers(tmp_path: Path) -> None:
     assert "pushes by their staleness" in done.stderr
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @patient
 def test_the_launcher_lets_the_others_go_on_without_a_rank_that_is_killed_unless_it_is_rank_0(
     tmp_path: Path,
@@ -149,6 +149,7 @@ def test_the_launcher_lets_the_others_go_on_without_a_rank_that_is_killed_unless
             assert "rank 0" in done.stderr
 
 
+@pytest.mark.full_cases("asks")
 @patient
 @pytest.mark.parametrize("when", ["before init", "before a step", "asks"])
 def test_a_rank_that_the_others_need_ends_the_job_when_it_is_killed(when: str, tmp_path: Path) -> None:
@@ -171,6 +172,7 @@ def servers_of(launcher: int) -> list[int]:
     return [each.pid for each in found if any("farandole.sync.server" in word for word in each.cmdline())]
 
 
+@pytest.mark.full("busy")
 @patient
 @pytest.mark.parametrize("end", ["interrupted", "launcher killed", "ranks killed", "while it imports"])
 def test_servers_are_gone_within_two_seconds_of_their_job(end: str, tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ def test_stage_3_has_the_bits_of_stage_0() -> None:
             assert torch.equal(found[name], each), (keys, name, (found[name] - each).abs().max())
 
 
+@pytest.mark.full_cases("3")
 @ranks(2, 3)
 @takes(60)
 def test_passes_and_what_is_frozen() -> None:
@@ -130,6 +131,7 @@ def test_passes_and_what_is_frozen() -> None:
             assert torch.allclose(found[name], each, rtol=0, atol=2e-4), (keys, options, name)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(90)
 def test_compiled_blocks_train_as_others() -> None:

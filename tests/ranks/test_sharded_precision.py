@@ -52,6 +52,7 @@ def follow_autocast(keys: dict[str, Any]) -> None:
     require_close(model, alone, str(keys), 5e-3)
 
 
+@pytest.mark.full("further")
 @ranks(2, 3)
 def test_float16_with_shards_trains_as_autocast_in_one_process() -> None:
     fd.init()
@@ -60,6 +61,7 @@ def test_float16_with_shards_trains_as_autocast_in_one_process() -> None:
     follow_autocast({"zero": 3, "recompute": "blocks"})
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_float16_with_hybrid_shards_trains_as_autocast_in_one_process() -> None:
     pretend_two_hosts()
@@ -80,6 +82,7 @@ class Two(nn.Module):
         return self.first(x), self.second(x)
 
 
+@pytest.mark.gate_cases("2")
 @ranks(2, 3)
 def test_what_one_rank_owns_overflows_and_all_skip_the_step() -> None:
     """The gradient of one row alone is infinite: the rank that owns it sees it, and the others do not."""
@@ -183,6 +186,7 @@ def named_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str
     return {names[index]: each for index, each in optimizer.state_dict()["state"].items()}
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_bfloat16_parameters_have_the_same_bits_at_every_stage() -> None:
     """One pass a step on two ranks: then sums are equal, and so is what the optimizer computes."""
@@ -199,6 +203,7 @@ def test_bfloat16_parameters_have_the_same_bits_at_every_stage() -> None:
         assert not differing, f"stage {stage} has other bits of {differing}"
 
 
+@pytest.mark.full("further")
 @ranks(2, 3)
 def test_bfloat16_parameters_train_as_float32_with_shards() -> None:
     fd.init()
@@ -210,6 +215,7 @@ def test_bfloat16_parameters_train_as_float32_with_shards() -> None:
         torch.testing.assert_close(run.losses, wide.losses, rtol=0.05, atol=0.02, msg=lambda m: f"{keys}: {m}")  # noqa: B023
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("stages", [(1, 3), (2, 0), (3, 1)])
 @ranks(2)
 def test_a_resumed_run_with_bfloat16_parameters_goes_on_bit_for_bit(

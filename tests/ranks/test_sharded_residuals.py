@@ -109,6 +109,7 @@ def goes_on(keys: dict[str, Any], folder: Path) -> None:
     assert lost, f"{keys}: nothing was lost, so nothing was tested"
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(60)
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
@@ -117,6 +118,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
         goes_on(keys, Path(tmp_path) / f"{number}")
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_three_ranks_with_uneven_rows_go_on_bit_for_bit(tmp_path: Path) -> None:
     fd.init()
@@ -124,6 +126,7 @@ def test_three_ranks_with_uneven_rows_go_on_bit_for_bit(tmp_path: Path) -> None:
         goes_on(CASES[number], Path(tmp_path) / f"{number}")
 
 
+@pytest.mark.full("further")
 @ranks(4, **TWO_HOSTS)
 def test_a_resumed_run_across_hosts_goes_on_bit_for_bit(tmp_path: Path) -> None:
     pretend_two_hosts()
@@ -187,6 +190,8 @@ STAGES: dict[Any, dict[str, Any]] = {stage: {"zero": stage, "codec": "int8"} for
 STAGES["hybrid"] = {"zero": 3, "codec": "int8", "shard": 2, "data": 2}
 
 
+@pytest.mark.gate_cases("saved2-loaded2")
+@pytest.mark.full_cases("saved2-loaded2")
 @pytest.mark.parametrize(
     ("saved", "loaded"),
     [
@@ -208,6 +213,7 @@ ROUTES: list[dict[str, Any]] = [{"route": "flat"}, {"route": "hierarchical"}, {"
                                 {"zero": 1, "route": "hierarchical"}]  # fmt: skip
 
 
+@pytest.mark.gate_cases("2")
 @pytest.mark.parametrize("saved", [0, 2])
 @ranks(4, **TWO_HOSTS)
 def test_equal_ranks_and_another_route_conserve_the_mean(saved: int, tmp_path: Path) -> None:
@@ -245,6 +251,7 @@ def _unpack(folder: str) -> None:
             fd.load(Path(folder) / "saved", plain.model, plain.optimizer)
 
 
+@pytest.mark.full("further")
 def test_what_packing_parameters_loses_is_divided_anew_or_dropped_with_a_warning(tmp_path: Path) -> None:
     _pack(world_size=3, folder=str(tmp_path))
     for size in (3, 2):

@@ -18,6 +18,8 @@ from tests.ranks.reference import own
 from tests.ranks.sharded_cases import Case, Words, batches, check, full, loss_of
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
+pytestmark = pytest.mark.full("slow")
+
 OPTIMIZERS: dict[str, Any] = {
     "adamw": lambda p: torch.optim.AdamW(p, 0.01),
     "adam fused": lambda p: torch.optim.Adam(p, 0.01, fused=True, amsgrad=True),

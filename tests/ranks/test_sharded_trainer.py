@@ -15,6 +15,7 @@ from tests import warm
 from tests.ranks.front_ends import ROOT, play_both
 
 pytestmark = [
+    pytest.mark.full("further"),
     pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is missing"),
     pytest.mark.timeout(200),
 ]

@@ -115,6 +115,7 @@ def test_copies_of_a_batch_may_go_through_the_model_twice_in_a_step() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("count", [11, 9])
 @ranks(2)
@@ -142,6 +143,7 @@ def refused(batches: Iterable[Any], step: Callable[[Any], object], text: str) ->
         run()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_batches_that_are_kept_and_reordered() -> None:
     fd.init()
@@ -153,6 +155,7 @@ def test_batches_that_are_kept_and_reordered() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_batches_that_are_views_of_one_tensor() -> None:
     fd.init()
@@ -207,6 +210,7 @@ class Two(nn.Module):
         return total
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_two_loaders_in_one_step() -> None:
     """Each pass has the weight of its own batch; one backward pass of both is refused when they differ."""
@@ -256,6 +260,7 @@ def test_a_loop_left_in_an_uneven_batch_leaves_no_weight_behind() -> None:
     assert world.session.batch_weight.factor == 1.0
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_parts_of_the_model_called_by_themselves() -> None:
     """Nobody sees which batch they are given: right while it is certain, an error on all ranks where it is not."""
@@ -300,6 +305,7 @@ def test_equal_batches_are_not_looked_at() -> None:
     assert not world.session.batch_weight._drawn._waiting
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_noted_batches_are_forgotten() -> None:
     world = fd.init()

@@ -40,6 +40,7 @@ def total(size: int, elements: int, dtype: torch.dtype, turn: int = 0) -> torch.
     return torch.stack([values(rank, elements, dtype, turn) for rank in range(size)]).sum(0, dtype=dtype)
 
 
+@pytest.mark.full("further")
 @ranks(2, 3, 4)
 def test_sums() -> None:
     memory = connect()
@@ -125,6 +126,7 @@ def test_slices_cover_the_tensor_and_hold_the_sum() -> None:
         assert shared.mine.equal(2 * sum_)
 
 
+@pytest.mark.gate_cases("True")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 @pytest.mark.parametrize("by_node", [True, False])
 def test_ranks_of_two_hosts(by_node: bool) -> None:
@@ -139,6 +141,7 @@ def test_ranks_of_two_hosts(by_node: bool) -> None:
     assert set(shared.mine.tolist()) == {2 + sum(r for r in range(4) if (r // 2 if by_node else r % 2) == node)}
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_thousand_times() -> None:
     memory = connect()
@@ -150,6 +153,7 @@ def test_a_thousand_times() -> None:
             assert shared.mine.eq(3 * turn + 3).all()
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @fresh
 def test_connecting_and_allocating_leaves_nothing_open() -> None:
@@ -177,6 +181,7 @@ def mappings() -> set[str]:
     return {line.split()[0] for line in lines if "memfd:farandole" in line}
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_waiting_takes_no_processor() -> None:
     memory = connect()
@@ -191,6 +196,7 @@ def test_waiting_takes_no_processor() -> None:
         assert time.thread_time() - busy < 0.2
 
 
+@pytest.mark.full("slow")
 @ranks(3)
 def test_a_rank_that_never_comes() -> None:
     world = fd.init()
@@ -261,6 +267,7 @@ def test_one_rank_alone() -> None:
         connect()
 
 
+@pytest.mark.gate_cases("machine")
 @ranks(3)
 @pytest.mark.parametrize("obstacle", ["machine", "descriptor", "process", "container"])
 def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
@@ -309,6 +316,7 @@ except PeerLost as problem:
 """
 
 
+@pytest.mark.full("further")
 @patient
 @pytest.mark.parametrize("elements", [100, 5_000_000])
 def test_a_killed_rank_is_noticed_and_leaves_nothing(elements: int, tmp_path: Path) -> None:

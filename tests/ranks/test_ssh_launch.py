@@ -22,6 +22,7 @@ def shell(tmp_path: Path) -> list[str]:
     return ["--ssh-command", f"{file} {{host}}"]
 
 
+@pytest.mark.full("further")
 def test_much_output_arrives_whole_and_in_order(tmp_path: Path, shell: list[str]) -> None:
     text = "import os\nfor i in range(20_000): print(os.environ['RANK'], i, 'x' * 100)"
     result = run(tmp_path, "run", "-H", "a:1,b:1", *shell, "--", sys.executable, "-S", script(tmp_path, text))
@@ -33,6 +34,7 @@ def test_much_output_arrives_whole_and_in_order(tmp_path: Path, shell: list[str]
         assert len(log.read_text().splitlines()) == 20_000
 
 
+@pytest.mark.full("slow")
 def test_a_console_that_nobody_reads_does_not_end_the_job(tmp_path: Path, shell: list[str]) -> None:
     """The ranks wait, as with any pipe that is full; nobody takes the hosts for dead."""
     import subprocess
@@ -59,6 +61,7 @@ def test_dry_run_prints_the_commands(tmp_path: Path, shell: list[str]) -> None:
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.gate_cases("words2---ssh-option '-oX': expected NAME=VALUE")
 @pytest.mark.parametrize(
     ("words", "says"),
     [

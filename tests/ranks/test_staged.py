@@ -61,9 +61,13 @@ def without_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_route, "exchange_by_group", refuse)
 
 
+@pytest.mark.gate_cases("int8")
 @pytest.mark.parametrize(
     "codec",
-    [pytest.param(each, marks=[] if each in ("int8", "powersgd:2") else pytest.mark.full) for each in CODECS],
+    [
+        pytest.param(each, marks=[] if each in ("int8", "powersgd:2") else pytest.mark.full("further"))
+        for each in CODECS
+    ],
 )
 @ranks(2)
 def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
@@ -82,7 +86,7 @@ def test_the_bits_of_the_cpu_and_no_race(codec: str) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
-@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.full)])
+@pytest.mark.parametrize("codec", ["none", pytest.param("int8", marks=pytest.mark.full("further"))])
 @ranks(3)
 def test_exact_gradients_are_summed_through_cpu_memory_too(codec: str) -> None:
     """Small parameters of a plan with a codec, and all of one without."""
@@ -100,7 +104,9 @@ def test_exact_gradients_are_summed_through_cpu_memory_too(codec: str) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02,exact=true", marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "codec", ["int8", pytest.param("topk:0.02,exact=true", marks=pytest.mark.full("further"))]
+)
 @ranks(4, **TWO_HOSTS)
 def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
     pretend_two_hosts()
@@ -123,7 +129,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["launch", "end", "read"])
-@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02", marks=pytest.mark.full)])
+@pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02", marks=pytest.mark.full("further"))])
 @ranks(2)
 def test_a_wait_that_is_left_out_is_found(codec: str, left_out: str) -> None:
     fd.init()
@@ -145,7 +151,7 @@ def test_a_backend_without_messages_is_gone_around(monkeypatch: pytest.MonkeyPat
             distributed(fd.Plan(codec="int8", staging="never"))
 
 
-@pytest.mark.parametrize("staged_seconds", [0.5, pytest.param(0.95, marks=pytest.mark.full)])
+@pytest.mark.parametrize("staged_seconds", [0.5, pytest.param(0.95, marks=pytest.mark.full("further"))])
 @ranks(4, **TWO_HOSTS)
 def test_the_faster_way_between_hosts_is_taken(staged_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are measured; here the figures are given, which differ from rank to rank."""
@@ -182,6 +188,7 @@ def test_one_host_is_not_measured() -> None:
         assert not is_staged(model)
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_auto_chooses_by_what_staging_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link is what staged messages have, and it is slow."""
@@ -205,6 +212,7 @@ def test_auto_chooses_by_what_staging_gives(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(asked) == 10
 
 
+@pytest.mark.full("slow")
 @ranks(4, **TWO_HOSTS)
 def test_buckets_without_a_codec_stay_with_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where staging is what was faster: the bits of a run do not depend on what was measured."""

@@ -154,6 +154,7 @@ def line_of(text: str, needle: str) -> int:
     return next(at for at, line in enumerate(text.splitlines(), 1) if needle in line)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_an_extra_mean_is_named_and_so_is_the_interruption(tmp_path: Path) -> None:
     mean, backward = line_of(EXTRA_MEAN, "fd.mean(loss)"), line_of(EXTRA_MEAN, "loss.backward()")
@@ -183,6 +184,7 @@ def test_an_extra_mean_is_named_and_so_is_the_interruption(tmp_path: Path) -> No
     assert [position["operation"] for position in kept["positions"]] == ["fd.mean", "backward"]
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_function_of_the_users_is_named_and_sigterm_ends_alike(tmp_path: Path) -> None:
     with running(tmp_path, NO_BACKWARD) as process:
@@ -198,6 +200,7 @@ def test_a_function_of_the_users_is_named_and_sigterm_ends_alike(tmp_path: Path)
     assert "exit code 143" in err
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_end_while_training_is_two_lines_and_the_summary(tmp_path: Path, number: int, code: int) -> None:
@@ -268,6 +271,7 @@ steps(10)
 }  # fmt: skip
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("name", PAUSES)
 def test_pauses_that_must_not_alarm(tmp_path: Path, name: str) -> None:
@@ -279,6 +283,7 @@ def test_pauses_that_must_not_alarm(tmp_path: Path, name: str) -> None:
     assert not (run_of(tmp_path) / "stall.json").exists()
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_one_process_has_nothing_to_wait_for(tmp_path: Path) -> None:
     with running(tmp_path, HEAD + SLOW_BACKWARD + "slow_step(10)\nsteps(10)", stall="0.5", size=1) as process:
@@ -286,6 +291,7 @@ def test_one_process_has_nothing_to_wait_for(tmp_path: Path) -> None:
     assert "no step" not in errors(tmp_path)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_ddp_that_waits_in_backward_for_one_outside_of_it_is_a_hang(tmp_path: Path) -> None:
     """Its wait has no frame of Python: what it has begun tells that it is one."""
@@ -296,6 +302,7 @@ def test_ddp_that_waits_in_backward_for_one_outside_of_it_is_a_hang(tmp_path: Pa
     assert "rank 1 in backward" in found[0]
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_ranks_that_wait_for_one_at_work_are_a_note(tmp_path: Path) -> None:
     text = (
@@ -321,6 +328,7 @@ steps(10)
     assert 'with fd.phase("evaluation")' in said
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_slow_data_is_a_note_that_names_the_dataset(tmp_path: Path) -> None:
     text = (
@@ -348,6 +356,7 @@ for batch in fd.shard(DataLoader(Slow(), batch_size=2)):
     assert "note: no step" in errors(tmp_path)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_rank_is_named_as_such(tmp_path: Path, stopped: int) -> None:
@@ -393,6 +402,7 @@ for i in range(10000):
 """
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_horovod_rank_that_forgets_an_allreduce_is_named(tmp_path: Path) -> None:
     missing, backward = line_of(HOROVOD, "hvd.allreduce("), line_of(HOROVOD, "loss.backward()")
@@ -405,6 +415,7 @@ def test_a_horovod_rank_that_forgets_an_allreduce_is_named(tmp_path: Path) -> No
     assert "interrupted while hanging: rank 0 waited in hvd.allreduce" in errors(tmp_path)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     with running(tmp_path, EXTRA_MEAN, stall="0") as process:
@@ -419,6 +430,7 @@ def test_it_can_be_turned_off(tmp_path: Path) -> None:
     assert "Traceback" not in errors(tmp_path)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(2 * SECONDS)
 def test_under_torchrun_rank_0_says_it(tmp_path: Path) -> None:
     text = EXTRA_MEAN.replace(
@@ -450,6 +462,7 @@ for batch in fd.shard(DataLoader(TensorDataset(torch.ones(8, 1)))):
 """
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_forgotten_init_is_one_line_for_all_ranks(tmp_path: Path) -> None:
     with running(tmp_path, FORGOTTEN) as process:
@@ -463,6 +476,7 @@ def test_a_forgotten_init_is_one_line_for_all_ranks(tmp_path: Path) -> None:
     assert err.count("there is no world yet") == 1, err
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(2 * SECONDS)
 def test_bad_arguments_of_init_are_one_line(tmp_path: Path) -> None:
     text = "import farandole as fd\nfd.init(timeout_seconds=-1)\n"

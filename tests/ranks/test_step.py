@@ -67,6 +67,7 @@ def train(plan: Plan) -> None:
     require_equal(model, reference, str(here.degrees))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 @takes(60)
 def test_targets_that_do_not_count_by_one_degree() -> None:
@@ -82,6 +83,7 @@ def test_targets_that_do_not_count_by_one_degree() -> None:
         train(plan_of((degree,), **keys))
 
 
+@pytest.mark.gate_cases("data-pipeline", "tensor-pipeline")
 @pytest.mark.parametrize(
     "pair", [("data", "pipeline"), ("context", "pipeline"), ("tensor", "pipeline")], ids="-".join
 )
@@ -150,6 +152,7 @@ def test_the_loss_of_unequal_batches_is_the_mean_over_samples() -> None:
         torch.testing.assert_close(loss, reference(whole).square().mean().detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.full("further")
 @ranks(4)
 @takes(60)
 def test_losses_of_routers_are_added_on_the_ranks_that_have_them() -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from farandole.launch.job.contract import SHIM, JobSpec, RankSpec, rank_environment
 from tests import warm
 from tests.ranks import stock_script
@@ -17,6 +19,7 @@ SCRIPT = str(Path(stock_script.__file__))
 NOTICE = "process groups for CPU tensors are Farandole's instead of gloo's (--backend farandole)"
 
 
+@pytest.mark.full("slow")
 @patient
 def test_a_script_that_asks_for_gloo_gets_ours_and_the_same_gradients(tmp_path: Path) -> None:
     customised = tmp_path / "of the user"

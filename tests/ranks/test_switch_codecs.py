@@ -36,6 +36,7 @@ def used(model: nn.Module) -> dict[str, str]:
     return {name: bucket.spec.to_text() for name, bucket in coded_buckets(model).items()}
 
 
+@pytest.mark.gate_cases("1048576-shared")
 @pytest.mark.parametrize("route", ["flat", "shared"])
 @pytest.mark.parametrize("limit", [2**20, 20000])
 @ranks(3)
@@ -83,6 +84,7 @@ def test_what_was_not_sent_is_added_to_the_next_gradient(codecs: list[str]) -> N
     assert_nothing_lost(model, codecs, *data(8, width=WIDTH))
 
 
+@pytest.mark.gate_cases("codecs1")
 @pytest.mark.parametrize("codecs", SEQUENCES)
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_nothing_is_lost_across_hosts(codecs: list[str]) -> None:
@@ -93,6 +95,7 @@ def test_nothing_is_lost_across_hosts(codecs: list[str]) -> None:
     assert_nothing_lost(model, codecs, *data(8, width=WIDTH))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_switch_before_the_first_pass() -> None:
     fd.init()

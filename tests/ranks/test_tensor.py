@@ -63,6 +63,7 @@ def summed_in(proofs: Proofs) -> list[str]:
     return [path for each in proofs.proven.values() for path in each.summed]
 
 
+@pytest.mark.full("further")
 @ranks(2, 4)
 @takes(60)
 def test_five_steps_are_those_of_one_process() -> None:
@@ -77,6 +78,7 @@ def test_five_steps_are_those_of_one_process() -> None:
             assert weight.shape[0] <= WORDS // size + 1, f"{weight.shape} of {WORDS} words"
 
 
+@pytest.mark.full("slow")
 @ranks(2, 4)
 @takes(60)
 def test_models_that_are_recognised_need_no_recipe() -> None:
@@ -96,6 +98,7 @@ def test_models_that_are_recognised_need_no_recipe() -> None:
             assert any("q_norm" in each for each in summed_in(proofs)), f"{proofs.proven}"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 @takes(60)
 def test_models_of_transformers_with_divided_tokens() -> None:
@@ -107,6 +110,7 @@ def test_models_of_transformers_with_divided_tokens() -> None:
         assert any("norm" in each or "ln" in each for each in summed_in(proofs)), f"{name}: {proofs.proven}"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_activations_are_freed_after_their_step() -> None:
     """A layer keeps what it made of its input for the next one with the same input, and not the input."""
@@ -254,6 +258,7 @@ def test_reentrant_checkpoints_are_refused_where_tokens_are_divided() -> None:
         assert_parts_close(mine, alone)
 
 
+@pytest.mark.full("further")
 @ranks(4)
 @takes(60)
 def test_replicas_of_divided_layers_average_their_gradients() -> None:

@@ -31,14 +31,17 @@ def play(folder: Path, native: str, checks: tuple[str, ...] = ()) -> None:
     assert len(told) == (len(checks) or CHECKS), sorted(told)
 
 
+@pytest.mark.full("slow")
 def test_the_main_operations(tmp_path: Path) -> None:
     play(tmp_path, "0", SOME)
 
 
+@pytest.mark.full("slow")
 @needs_compiler
 def test_operations_on_two_ranks(tmp_path: Path) -> None:
     play(tmp_path, "1")
 
 
+@pytest.mark.full("slow")
 def test_operations_on_two_ranks_without_a_compiler(tmp_path: Path) -> None:
     play(tmp_path, "0")

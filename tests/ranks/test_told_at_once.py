@@ -24,6 +24,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(100)
 def test_the_workers_of_a_script_without_a_guard_are_the_cause(tmp_path: Path) -> None:
     name = script(tmp_path, UNGUARDED)
@@ -44,6 +45,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.full("slow")
 def test_no_file_of_a_run_has_a_secret_of_its_command_line(tmp_path: Path) -> None:
     name = script(tmp_path, SECRETS)
     given = ["--token=canary", "--api-key", "canary", "--db.password", "canary", "HF_TOKEN=canary"]

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from tests.ranks.pool import START_SECONDS, free_port, patient
 from tests.ranks.started import started
 
+pytestmark = pytest.mark.full("slow")
+
 TRAINS = """
 import os, signal, sys
 from pathlib import Path

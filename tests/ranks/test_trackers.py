@@ -52,6 +52,7 @@ def test_tensorboard(tmp_path: Path) -> None:
         assert {each.value for each in found.Scalars("rank")} == {0}
 
 
+@pytest.mark.full("further")
 @ranks(1, 2)
 def test_mlflow(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow")
@@ -65,6 +66,7 @@ def test_mlflow(tmp_path: Path) -> None:
         assert (run.info.run_name, run.info.status) == ("one", "FINISHED")
 
 
+@pytest.mark.full("further")
 @ranks(1, 2)
 def test_wandb_offline(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
@@ -107,6 +109,7 @@ class Writer:
         self.flushed += 1
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 2)
 def test_a_tracker_that_raises_is_left_out_and_the_others_go_on() -> None:
     rank = int(os.environ["FARANDOLE_RANK"])
@@ -135,6 +138,7 @@ def test_wrong_trackers_and_metrics_are_refused_on_all_ranks() -> None:
     fd.log(metrics={"a": 1})  # nowhere to go, and no error
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 2)
 def test_without_a_tracker_metrics_are_in_the_run_directory(tmp_path: Path) -> None:
     rank = int(os.environ["FARANDOLE_RANK"])

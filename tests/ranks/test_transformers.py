@@ -13,7 +13,10 @@ from farandole.core.vocabulary.events import SETUP_LOOP
 from farandole.observe.read.run_reader import read_run
 from tests.ranks.front_ends import play_both
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is missing")
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is missing"),
+    pytest.mark.full("slow"),
+]
 
 CASES = (
     "tokens, 1",

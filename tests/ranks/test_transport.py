@@ -39,6 +39,7 @@ def meet(topic: str = "test/meet") -> None:
     all_gather_json(fd.world(), topic, 0)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("lanes", [1, 3])
 @ranks(3)
 def test_messages_of_all_sizes_on_several_lanes(lanes: int) -> None:
@@ -124,6 +125,7 @@ def test_strangers_are_hung_up_on() -> None:
     transport.close()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_callers_that_say_nothing_delay_nobody() -> None:
     world = fd.init()
@@ -144,6 +146,7 @@ def test_callers_that_say_nothing_delay_nobody() -> None:
     transport.close()
 
 
+@pytest.mark.full("further")
 @ranks(2, FARANDOLE_SECRET="of this job")
 def test_who_reads_the_store_cannot_connect_in_a_ranks_place() -> None:
     world = fd.init()
@@ -184,6 +187,7 @@ def test_ranks_with_different_secrets_are_told_so() -> None:
         open_transport()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_rank_that_does_not_connect_is_named() -> None:
     world = fd.init()
@@ -227,6 +231,7 @@ def test_a_frame_of_a_wrong_length_names_rank_and_bytes(early: bool) -> None:
     transport.close()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_a_rank_that_never_answers_is_named_with_its_host() -> None:
     transport = open_transport(0.5)
@@ -260,6 +265,7 @@ def test_a_rank_that_left_is_named_however_much_is_sent_to_it() -> None:
     transport.close()
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_sums_by_several_jobs_and_lanes() -> None:
     transport = open_transport(lanes=3)
@@ -327,6 +333,7 @@ def test_a_rank_that_fails_and_lives_on_tells_the_others_why(count: int) -> None
     conductor.close()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_last_words_end_the_frame_that_was_begun() -> None:
     transport = open_transport(20.0)
@@ -431,6 +438,7 @@ def test_sums_by_doubling_over_connections() -> None:
     conductor.close()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_two_connections_are_taken_only_when_they_are_faster() -> None:
     """By what all ranks measured: the choice is the same on all, also when only one found its link slow."""

@@ -71,6 +71,7 @@ def _processes_of(directory: Path) -> list[str]:
     return found
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 def test_a_pipeline_is_tried_by_its_plan(tmp_path: Path) -> None:
     plan = Plan(pipeline=2, micro_batches=2)
@@ -87,6 +88,7 @@ def test_a_pipeline_is_tried_by_its_plan(tmp_path: Path) -> None:
     assert not _processes_of(tmp_path), "no process is left"
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("changes", "said", "is_memory"),

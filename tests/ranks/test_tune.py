@@ -94,6 +94,7 @@ def by_bucket_count(best: int) -> Cost:
     return lambda reducer: 0.01 * (1 + abs(len(reducer.bucket_bytes) - best))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("set_to_none", [True, False])
 @ranks(2)
 def test_a_planted_best_size_is_found_and_results_are_the_same_bits(set_to_none: bool, tmp_path: Path) -> None:
@@ -147,6 +148,7 @@ def _summed_over_ranks(model: nn.Module, passes: int) -> list[torch.Tensor]:
     return [parameter.grad for parameter in alone.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_regresses_or_fails_on_one_rank_is_rolled_back_on_all(tmp_path: Path) -> None:
     directory = str(tmp_path)
@@ -190,6 +192,7 @@ def test_what_regresses_or_fails_on_one_rank_is_rolled_back_on_all(tmp_path: Pat
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_codecs_and_routes_are_tried_and_nothing_that_was_not_sent_is_lost(tmp_path: Path) -> None:
     directory = str(tmp_path)

@@ -83,6 +83,7 @@ def require_as_untuned(model: Passes, losses: list[float], plan: fd.Plan, **name
     assert_same_bits(model)
 
 
+@pytest.mark.gate_cases("True-2-8")
 @pytest.mark.parametrize(("planned", "best"), [(0, 4), (4, 1), (2, 8)])
 @pytest.mark.parametrize("counts", [False, True])
 @ranks(2)

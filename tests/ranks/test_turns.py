@@ -62,6 +62,7 @@ def test_a_barrier_waits_for_the_last() -> None:
     assert min(left for _, left in gathered) >= max(came for came, _ in gathered)
 
 
+@pytest.mark.full("slow")
 @ranks(3)
 def test_a_barrier_names_the_rank_that_does_not_come() -> None:
     world = fd.init(timeout_seconds=2)
@@ -73,6 +74,7 @@ def test_a_barrier_names_the_rank_that_does_not_come() -> None:
     time.sleep(2)
 
 
+@pytest.mark.gate_cases("1")
 @ranks(1, 3)
 def test_the_first_rank_goes_first(tmp_path: Path) -> None:
     world = fd.init()
@@ -86,6 +88,7 @@ def test_the_first_rank_goes_first(tmp_path: Path) -> None:
         assert cache.read_text() == "made"
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_on_every_host_the_first_goes_first(tmp_path: Path) -> None:
     rank = int(os.environ["FARANDOLE_RANK"])
@@ -123,6 +126,7 @@ def test_an_exit_in_the_first_turn_does_not_leave_the_others_waiting() -> None:
         raise SystemExit(3)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_long_first_turn_ends_in_an_error_with_the_remedy() -> None:
     world = fd.init()

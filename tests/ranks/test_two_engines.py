@@ -27,6 +27,7 @@ class Partly(nn.Module):
         return out
 
 
+@pytest.mark.gate_cases("shared")
 @pytest.mark.parametrize("route", ["shared", "flat"])
 @ranks(2)
 def test_graphs_that_differ_in_order(route: RouteName) -> None:

@@ -10,6 +10,8 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from farandole.core.vocabulary.events import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
 from farandole.launch.job.contract import SHIM
 from farandole.observe.diagnose import diagnose
@@ -69,6 +71,7 @@ def test_a_stock_script_is_recorded_as_one_that_asks_for_it(tmp_path: Path) -> N
         assert mine["plain"] == [other["recorded_by_itself"][0], True]
 
 
+@pytest.mark.full("slow")
 @patient
 def test_a_stock_script_of_fsdp2_is_recorded_once_with_what_its_units_exchange(tmp_path: Path) -> None:
     unasked = run(tmp_path / "unasked", "fully_sharded", options=("--set", "codec=int8"))
@@ -99,6 +102,7 @@ def test_what_a_script_distributes_is_not_recorded_as_a_model_of_fsdp2(tmp_path:
     assert len(rows_of(tmp_path / "ours")) == STEPS
 
 
+@pytest.mark.full("slow")
 @patient
 def test_strange_scripts_train_to_the_same_bits(tmp_path: Path) -> None:
     recorded = run(tmp_path / "recorded", *ALL)

@@ -72,6 +72,7 @@ class WithLoss(nn.Module):
         return {"loss": nn.functional.mse_loss(logits * 2, labels), "logits": logits}
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_healthy_programs_pass() -> None:
     fd.init()
@@ -153,6 +154,7 @@ def test_gradients_that_never_met_and_one_rank_alone() -> None:
     assert "on rank 1 in step 1" in found[GRADIENTS].answer, found
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_batch_norm_is_not_exact_until_it_is_synchronised() -> None:
     fd.init()
@@ -223,6 +225,7 @@ def test_plain_verify_asks_for_the_weight_too() -> None:
         assert [check.name for check in found] == ([] if weighs else ["mean of the loss"])
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_kept_gradient_that_is_overwritten_is_found() -> None:
     fd.init()

@@ -58,6 +58,7 @@ def alarm_after(seconds: float, handler: object) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone
 @ranks(2)
 def test_a_loop_of_small_operations_wakes_no_other_thread() -> None:
@@ -73,6 +74,7 @@ def test_a_loop_of_small_operations_wakes_no_other_thread() -> None:
     assert min(counts) < LOOP / 3, "only to look after the links now and then"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_nobody_waits_for_goes_on_after_a_loop() -> None:
     """The links are lent to the loop for a while; a callback, a question or another operation ends that."""

@@ -83,6 +83,7 @@ def without_addresses(seen: Any) -> Any:
     return json.loads(re.sub(r"0x[0-9a-f]+", "0x", json.dumps(seen)))
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("how", ["file", "module", "words"])
 def test_a_program_sees_what_it_sees_in_a_real_python(tmp_path: Path, how: str) -> None:
     name = script(tmp_path, SEES, "program.py")
@@ -128,6 +129,7 @@ print("begin", file=sys.stderr)
 """
 
 
+@pytest.mark.gate_cases("exit in exit")
 @pytest.mark.parametrize("how", ENDS)
 def test_a_program_ends_as_in_a_real_python(tmp_path: Path, how: str) -> None:
     name = script(tmp_path, BEFORE + ENDS[how], "program.py")
@@ -160,6 +162,7 @@ time.sleep(600)
     assert gone_within([pid for line in told for pid in line], 5.0)
 
 
+@pytest.mark.full("slow")
 def test_one_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> None:
     text = "import os, time\nopen(f\"up.{os.environ['RANK']}\", 'w').write(str(os.getpid()))\ntime.sleep(600)"
     begin = time.monotonic()
@@ -170,6 +173,7 @@ def test_one_that_takes_too_long_is_killed_with_its_ranks(tmp_path: Path) -> Non
     assert warm.python(tmp_path, "-c", "print(1)").stdout == "1\n", "the server goes on"
 
 
+@pytest.mark.full("further")
 def test_several_run_side_by_side_and_each_ends_by_itself(tmp_path: Path) -> None:
     # One write a line: both write into one file.
     line = "sys.stdout.write(f\"{'torch' in sys.modules} {sys.argv[1]}\\n\")"
@@ -203,6 +207,7 @@ def test_what_only_a_real_interpreter_can_do_gets_one(tmp_path: Path) -> None:
         assert warm.python(tmp_path, *words, environment=environment).stdout == said
 
 
+@pytest.mark.full("slow")
 def test_a_launcher_and_its_ranks_are_warm(tmp_path: Path) -> None:
     text = "import sys\nprint('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
     for environment, expected in (({}, "True True"), ({"OMP_WAIT_POLICY": "passive"}, "False False")):
@@ -212,6 +217,7 @@ def test_a_launcher_and_its_ranks_are_warm(tmp_path: Path) -> None:
         assert sorted(done.stdout.splitlines()) == [f"[0] {expected}", f"[1] {expected}"], done.stderr
 
 
+@pytest.mark.full("slow")
 def test_packages_that_are_asked_for_are_imported_once_for_their_settings(tmp_path: Path) -> None:
     (tmp_path / "package_with_settings.py").write_text(
         "import os\nos.environ['TF_OF_ITS_OWN'] = '1'\nread, importer = os.environ['TF_READ'], os.getpid()\n"

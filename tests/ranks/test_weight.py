@@ -85,6 +85,7 @@ def train(count: int, window: int, *, after_forward: bool, held: bool = False, p
     return model
 
 
+@pytest.mark.gate_cases("1-22-False")
 @pytest.mark.parametrize("after_forward", [False, True])
 @pytest.mark.parametrize("count", [24, 22, 25])
 @ranks(1, 2, 3)
@@ -97,6 +98,7 @@ def test_ragged_texts_train_as_in_one_process(count: int, after_forward: bool) -
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("how", ["plain", "held", "plan"])
 @pytest.mark.parametrize("count", [48, 50, 37])
 @ranks(2, 3)
@@ -149,6 +151,7 @@ def test_one_count_for_a_window_whose_losses_are_sums() -> None:
     assert_close(model, reference)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_rank_without_tokens_adds_nothing_and_a_step_without_any_is_refused() -> None:
     world = fd.init()
@@ -169,6 +172,7 @@ def test_a_rank_without_tokens_adds_nothing_and_a_step_without_any_is_refused() 
         fd.weight(0)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_wrong_counts_are_named_on_all_ranks() -> None:
     world = fd.init()
@@ -198,6 +202,7 @@ def test_a_count_of_an_earlier_step_is_refused() -> None:
     optimizer.step()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_count_that_is_given_for_another_batch_than_the_one_in_use_is_refused() -> None:
     """Batches are drawn ahead, and the last one is a placeholder on rank 1."""
@@ -265,6 +270,7 @@ def weigh_and_step(model: nn.Module, optimizer: torch.optim.Optimizer, calls: in
     optimizer.zero_grad()
 
 
+@pytest.mark.gate_cases("2-0")
 @pytest.mark.parametrize("before", [0, 1, 3])
 @pytest.mark.parametrize("odd_calls", [0, 2])
 @ranks(3)

@@ -157,6 +157,7 @@ def everything(_: int) -> slice:
     return slice(None)
 
 
+@pytest.mark.gate_cases("2")
 @ranks(2, 4)
 @takes(60)
 def test_weights_are_those_of_gradients_that_come_one_step_late() -> None:

@@ -10,6 +10,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -47,6 +48,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_after_shutdown_nothing_is_left_and_the_next_world_begins_anew(tmp_path: Path) -> None:
     hook = sys.excepthook

@@ -21,6 +21,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], di
     return play_both("whole_batches_script", tmp_path_factory.mktemp("whole_batches"))
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(200)
 def test_two_ranks_train_what_one_process_does_that_adds_up_the_same_batches(
     played: tuple[dict[str, Any], dict[str, Any], Path],
@@ -33,6 +34,7 @@ def test_two_ranks_train_what_one_process_does_that_adds_up_the_same_batches(
         assert ours[case]["eval_loss"] == pytest.approx(stock[case]["eval_loss"], abs=1e-10), case
 
 
+@pytest.mark.full("slow")
 def test_a_loss_that_gathers_rows_needs_equal_batches(
     played: tuple[dict[str, Any], dict[str, Any], Path],
 ) -> None:

@@ -45,6 +45,7 @@ def test_two_ranks_on_one_gpu_are_refused_on_all() -> None:
     monkeypatch.undo()
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_groups_of_hosts_and_peers() -> None:
     rank = int(os.environ["FARANDOLE_RANK"])
@@ -79,6 +80,7 @@ def test_ranks_meet_again_after_an_attempt_that_failed_further_on_for_one_of_the
     assert value.tolist() == [2, 2, 2]
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 @takes(seconds=100)
 def test_init_and_shutdown_a_thousand_times() -> None:
@@ -105,6 +107,7 @@ def test_init_and_shutdown_a_thousand_times() -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("kept", [False, True], ids=["dropped", "kept"])
 @ranks(2)
 @takes(seconds=60)
@@ -133,6 +136,7 @@ def test_models_of_former_worlds_hold_no_socket_and_no_thread(kept: bool) -> Non
     assert sum(ref() is not None for ref in seen) == len(models)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_process_that_meets_in_many_places_keeps_one_store() -> None:
     first = int(os.environ["FARANDOLE_PORT"])
@@ -250,6 +254,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.gate_cases("shape")
 @pytest.mark.parametrize("kind", sorted(UNLIKE))
 @ranks(2)
 def test_a_rank_with_another_model_is_refused_on_every_rank(kind: str) -> None:
@@ -262,6 +267,7 @@ def test_a_rank_with_another_model_is_refused_on_every_rank(kind: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_the_odd_one_out_is_named_last() -> None:
     world = fd.init()
@@ -282,6 +288,7 @@ def test_other_plans_and_other_optimizers_are_refused() -> None:
         fd.distribute(model, kind(model.parameters(), 0.1))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_another_world_size_is_refused() -> None:
     rank = int(os.environ["FARANDOLE_RANK"])
@@ -293,6 +300,7 @@ def test_another_world_size_is_refused() -> None:
         assert isinstance(caught.value, fd.Mismatch)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_rank_taken_twice_is_refused() -> None:
     rank = int(os.environ["FARANDOLE_RANK"])
@@ -303,6 +311,7 @@ def test_a_rank_taken_twice_is_refused() -> None:
         fd.init(timeout_seconds=1.5)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_who_is_missing_is_named() -> None:
     world = fd.init(timeout_seconds=1.0)
@@ -356,6 +365,7 @@ def test_a_wrapped_model_is_refused() -> None:
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_plan_of_the_launcher_and_one_of_the_script() -> None:
     import tempfile
@@ -446,6 +456,7 @@ SEARCHED = {
 }
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("kind", list(SEARCHED))
 @ranks(2)
 @takes(seconds=60)
@@ -498,6 +509,7 @@ def test_what_ranks_have_said_to_each_other_is_forgotten() -> None:
     assert world.store.num_keys() <= before + 3 + 3, "the last answers, and those of the end"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_an_engine_lives_as_long_as_any_of_its_parameters() -> None:
     world = fd.init()

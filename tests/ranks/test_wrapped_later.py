@@ -59,6 +59,7 @@ def test_a_distributed_teacher_beside_a_model_in_ddp_is_no_mistake() -> None:
     optimizer.step()
 
 
+@pytest.mark.gate_cases("only a layer")
 @pytest.mark.parametrize("kind", ["fully_shard", "only a layer", "FullyShardedDataParallel"])
 @ranks(2)
 def test_fsdp_after_distribute(kind: str) -> None:

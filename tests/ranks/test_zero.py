@@ -119,6 +119,7 @@ def compare(kind: str, plan: fd.Plan, *, clip: float | None = None, accumulate: 
     return mine
 
 
+@pytest.mark.gate_cases("2-1-adam-flat")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", list(OPTIMIZERS))
 @pytest.mark.parametrize("stage", [1, 2])
@@ -142,6 +143,7 @@ def test_parameters_without_elements_come_first_or_are_all_of_their_type(stage: 
     assert torch.allclose(model.weight, before - 0.1)
 
 
+@pytest.mark.gate_cases("2-1")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(2, 4)
 def test_clipping_and_accumulation_see_the_mean_of_all_ranks(stage: int) -> None:
@@ -150,6 +152,7 @@ def test_clipping_and_accumulation_see_the_mean_of_all_ranks(stage: int) -> None
     compare("sgd", fd.Plan(zero=stage, clip_norm=0.1))
 
 
+@pytest.mark.gate_cases("2")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(2)
 def test_gradients_are_shards_of_the_mean_and_passes_add_up(stage: int) -> None:
@@ -170,6 +173,7 @@ def test_gradients_are_shards_of_the_mean_and_passes_add_up(stage: int) -> None:
         torch.testing.assert_close(gradient.full_tensor(), other.grad, msg=lambda m: f"{name}: {m}")  # noqa: B023 - called at once
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_across_hosts_each_local_rank_carries_its_slice(stage: int) -> None:
@@ -243,6 +247,7 @@ def test_an_elastic_job_is_refused_at_the_start(stage: int) -> None:
             del os.environ[name]
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
     fd.init()
@@ -272,6 +277,7 @@ def test_a_step_that_raises_leaves_the_optimizer_as_it_was() -> None:
     assert_same_bits(model)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_states_are_saved_whole_and_loaded_into_any_stage(tmp_path: str) -> None:
     here = fd.init()
@@ -301,6 +307,7 @@ def test_states_are_saved_whole_and_loaded_into_any_stage(tmp_path: str) -> None
         torch.save(saved, f"{tmp_path}/{here.rank}")
 
 
+@pytest.mark.gate_cases("stages1")
 @pytest.mark.parametrize("stages", [(1, 0), (0, 2), (2, 1)])
 @ranks(2)
 def test_a_checkpoint_of_one_stage_goes_on_at_another(stages: tuple[int, int], tmp_path: str) -> None:
@@ -334,6 +341,7 @@ def count_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(found.values())
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(8)
 @takes(90)
@@ -358,6 +366,7 @@ def test_bytes_a_rank_are_those_of_the_formula(stage: int) -> None:
     assert abs(found - formula) <= 0.02 * formula, f"{found} bytes, the formula says {formula}"
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(
     "codec", ["int8", "int4", "fp8", "bf16", "fp16", "int8:feedback=false", "int8:rounding=stochastic"]
 )
@@ -386,6 +395,7 @@ def test_packed_gradients_are_nearly_the_mean_and_residuals_make_up_for_it(stage
     assert error < worst, f"{codec}: after {steps} equal steps a mean is off by {error}"
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_packed_gradients_across_hosts(stage: int) -> None:
@@ -397,6 +407,7 @@ def test_packed_gradients_across_hosts(stage: int) -> None:
     assert_close(model, quadratic(fd.Plan(), 20), rtol=0.0, atol=0.05)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_gradient_that_is_not_finite_makes_the_mean_nan_on_all_ranks() -> None:
     here = fd.init()
@@ -430,6 +441,7 @@ def quadratic(plan: fd.Plan, steps: int) -> nn.Module:
     return model
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("stage", "codec"), [(1, "none"), (2, "int8")])
 @ranks(3)
 def test_parameters_that_travel_packed_follow_the_exact_ones(stage: int, codec: str) -> None:
@@ -441,6 +453,7 @@ def test_parameters_that_travel_packed_follow_the_exact_ones(stage: int, codec: 
         assert_close(model, quadratic(fd.Plan(zero=stage), steps), rtol=0.0, atol=0.03)
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_parameters_travel_packed_across_hosts() -> None:
     pretend_two_hosts()
@@ -450,6 +463,7 @@ def test_parameters_travel_packed_across_hosts() -> None:
     assert_close(model, quadratic(fd.Plan(), 60), rtol=0.0, atol=0.03)
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dies_before", ["backward", "step"])
 @patient
@@ -464,6 +478,7 @@ def test_a_rank_that_is_killed_is_named(dies_before: str, route: str, tmp_path: 
     assert told.endswith("the groups hold the parameters: True\n"), told
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_residuals_of_packed_gradients_follow_the_scale_of_the_loss() -> None:
     fd.init()

@@ -19,6 +19,7 @@ from tests.ranks.sharded_cases import CASES, OPTIMIZERS, Words, batches, check, 
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_five_steps_of_adam_are_those_of_one_process() -> None:
     fd.init()
@@ -89,6 +90,7 @@ def test_sequences_in_a_list_are_gathered_one_by_one_and_recomputed_exactly() ->
         assert torch.equal(value, recomputed[name]), f"{name}: other bits with recomputation"
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @ranks(2, 3, 4)
 @takes(300)
@@ -98,6 +100,7 @@ def test_the_matrix(optimizer: str) -> None:
         check(case, OPTIMIZERS[optimizer], "world")
 
 
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @ranks(4, **TWO_HOSTS)
 @takes(300)
@@ -108,6 +111,7 @@ def test_hybrid(optimizer: str) -> None:
         check(case, OPTIMIZERS[optimizer], "host")
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(
     "keys",
     [
@@ -170,6 +174,7 @@ def _compare_first_gradients(keys: dict[str, object]) -> None:
         assert off < 0.1, f"{keys}: {name} is off by {off:.3f}"
 
 
+@pytest.mark.gate_cases("raise")
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 @ranks(2)
 def test_a_packed_gradient_with_nan_is_treated_alike_on_all_ranks(nonfinite: str) -> None:

@@ -43,6 +43,7 @@ class Run:
         return found
 
 
+@pytest.mark.gate_cases("2-0")
 @pytest.mark.parametrize("zero", [3, 0])
 @takes(60)
 @ranks(2, 3)
@@ -102,6 +103,7 @@ def _alone(folder: str) -> None:
     assert json.loads(json.dumps(run.bits)) == json.loads((Path(folder) / "bits.json").read_text()), "alone"
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(240)
 def test_other_numbers_of_ranks_and_hybrid_hold_the_same_numbers(tmp_path: Path) -> None:
     for job in (_write, _pass_on, _read, _alone):

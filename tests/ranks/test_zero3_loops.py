@@ -36,6 +36,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, y:
     optimizer.step()
 
 
+@pytest.mark.gate_cases("2-41")
 @pytest.mark.parametrize("count", [48, 41])
 @ranks(2, 3)
 def test_windows_with_uneven_batches_and_a_partial_one(count: int) -> None:
@@ -55,6 +56,7 @@ def test_windows_with_uneven_batches_and_a_partial_one(count: int) -> None:
     assert sharded.exchanges_done == len(loader), "every pass was exchanged"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_gradients_cleared_while_they_are_held_are_gone() -> None:
     fd.init()
@@ -88,6 +90,7 @@ def test_gradients_cleared_while_they_are_held_are_gone() -> None:
         require_close(model, reference, f"accumulate=2, set_to_none={to_none}", 1e-5)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_step_after_fewer_passes_takes_what_is_held() -> None:
     fd.init()
@@ -146,6 +149,7 @@ def test_a_parameter_that_one_rank_uses_has_the_gradient_of_all() -> None:
     require_close(model, reference, "one rank each", 1e-5)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_grad_scaler_skips_the_step_of_all_ranks() -> None:
     world = fd.init()
@@ -171,6 +175,7 @@ def test_a_grad_scaler_skips_the_step_of_all_ranks() -> None:
     require_close(model, reference, "scaled", 1e-5)
 
 
+@pytest.mark.full("further")
 @ranks(3)
 def test_several_optimizers_with_state_and_frozen_parameters_that_thaw() -> None:
     fd.init()
@@ -203,6 +208,7 @@ def test_several_optimizers_with_state_and_frozen_parameters_that_thaw() -> None
     require_close(model, reference, "thawed", 1e-5)
 
 
+@pytest.mark.gate_cases("True")
 @pytest.mark.parametrize("sync", [True, False])
 @ranks(2)
 def test_running_statistics(sync: bool) -> None:
@@ -240,6 +246,7 @@ def test_running_statistics(sync: bool) -> None:
     require_close(model, reference, f"sync_batch_norm={sync}", 1e-4)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_evaluation_leaves_shards_and_a_failed_pass_is_forgotten() -> None:
     fd.init()
@@ -279,6 +286,7 @@ class Norm(torch.optim.Optimizer):
                 parameter.sub_(parameter.grad / parameter.grad.norm() * group["lr"])
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_an_optimizer_of_the_users_sees_whole_tensors() -> None:
     fd.init()
@@ -291,6 +299,7 @@ def test_an_optimizer_of_the_users_sees_whole_tensors() -> None:
     require_close(model, reference, "norms", 1e-5)
 
 
+@pytest.mark.full("further")
 @takes(60)
 @ranks(2)
 def test_what_cannot_be_sharded_is_named() -> None:
@@ -339,6 +348,7 @@ def test_what_cannot_be_sharded_is_named() -> None:
     assert list(full(model)) == list(mlp().state_dict()), "the names stay"
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_a_block_that_is_left_out_does_not_run_with_old_parameters_later() -> None:
     fd.init()

@@ -14,6 +14,8 @@ from farandole.core.vocabulary.spec import Plan
 from tests.ranks.pool import fresh, ranks, takes
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
 
+pytestmark = pytest.mark.full("slow")
+
 WIDTH = 64
 
 
@@ -68,6 +70,7 @@ def train(plan: Plan, before: dict[int, int]) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.full("busy")
 @pytest.mark.alone
 @ranks(8)
 @takes(240)

@@ -126,6 +126,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("job", "the job and its ranks: the rank specification, hosts, placement, the run directory"),
         ("supervise", "the processes of one host: starting, watching, stopping, and naming the root cause"),
         ("doctor/facts", "facts about hosts and links as plain values, and what a finding is"),
+        ("doctor/machine", "memory, limits, cores and GPUs of this host"),
+        ("doctor/this_host", "what this host says of itself"),
         ("doctor/checks", "every check as a pure function: facts in, findings out; no facts make one raise"),
         (
             "emulate",

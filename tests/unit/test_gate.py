@@ -12,7 +12,7 @@ import pytest
 
 from tests.machine_watch import LEFT_BEHIND
 from tests.results import read_results
-from tests.selection import TABLE, Selection, read_selection
+from tests.selection import leaves
 
 REPOSITORY = Path(__file__).parents[2]
 ONCE = """
@@ -24,43 +24,72 @@ def test_passes_at_the_second_try():
         tried.touch()
         raise AssertionError("the first try")
 """
-SELECTION = Selection(
-    {
-        "leave": [{"why": "-", "tests": ["tests/a.py::slow", "tests/a.py::some[int8]", "tests/whole.py"]}],
-        "represent": [{"why": "-", "test": "tests/a.py::matrix", "cases": ["int8", "2-topk:0.1,x=[1]"]}],
-    }
+FULL, SOME, MOST = (
+    pytest.mark.full("slow"),
+    pytest.mark.full_cases("int8"),
+    pytest.mark.gate_cases("int8", "2-x=[1]"),
 )
 
 
 @pytest.mark.parametrize(
-    ("name", "left"),
+    ("case", "marks", "left"),
     [
-        ("tests/a.py::slow", True),
-        ("tests/a.py::slow[2]", True),
-        ("tests/a.py::slower", False),
-        ("tests/a.py::some[int8]", True),
-        ("tests/a.py::some[int8-2]", False),
-        ("tests/whole.py::any", True),
-        ("tests/whole.pyx::any", False),
-        ("tests/a.py::matrix[int8]", False),
-        ("tests/a.py::matrix[2-topk:0.1,x=[1]]", False),
-        ("tests/a.py::matrix[int4]", True),
+        ("", [FULL], True),
+        ("2", [FULL], True),
+        ("2", [pytest.mark.alone], False),
+        ("int8", [SOME], True),
+        ("int8-2", [SOME], False),
+        ("int8", [MOST], False),
+        ("2-x=[1]", [MOST], False),
+        ("int4", [MOST], True),
+        ("int8", [MOST, SOME], True),
+        ("", [], False),
     ],
 )
-def test_what_the_gate_leaves_out(name: str, left: bool) -> None:
-    assert SELECTION.leaves(name) is left
+def test_what_the_gate_leaves_out(case: str, marks: list[pytest.MarkDecorator], left: bool) -> None:
+    assert leaves(case, [each.mark for each in marks]) is left
 
 
-def test_rows_that_name_nothing_are_found() -> None:
-    names = ["tests/a.py::slow[2]", "tests/a.py::matrix[int8]"]
-    assert SELECTION.stale(names) == ["tests/a.py::some[int8]", "tests/a.py::matrix[2-topk:0.1,x=[1]]"]
+CASES = """
+import pytest
+
+@pytest.mark.{mark}
+@pytest.mark.parametrize("x", ["a", "b", "c[1]"])
+def test_x(x):
+    pass
+"""
 
 
-def test_every_group_of_rows_has_a_reason(tmp_path: Path) -> None:
-    read_selection(TABLE)
-    (tmp_path / "gate.toml").write_text('represent = []\n[[leave]]\ntests = ["a"]\n')
-    with pytest.raises(AssertionError, match="no reason"):
-        read_selection(tmp_path / "gate.toml")
+@pytest.mark.parametrize(
+    ("mark", "counts", "said"),
+    [
+        ("full('slow')", "0 1", ""),
+        ("gate_cases('a')", "1 2", ""),
+        ("full_cases('a', 'c[1]')", "1 2", ""),
+        ("full('why not')", "", "expected one of busy, slow"),
+        ("full", "", "expected one of busy, slow"),
+        ("gate_cases('a', 'd')", "", "cases that are not there: test_x.py::test_x[d]"),
+    ],
+)
+def test_marks_are_obeyed_and_checked(tmp_path: Path, mark: str, counts: str, said: str) -> None:
+    (tmp_path / "conftest.py").write_text(
+        "from tests.selection import mark_full\n"
+        "def pytest_collection_modifyitems(config, items):\n    mark_full(items, all_cases=True)\n"
+    )
+    markers = "".join(f"\n  {name}: x" for name in ("full", "gate_cases", "full_cases"))
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nmarkers ={markers}\n")
+    (tmp_path / "test_x.py").write_text(CASES.format(mark=mark))
+    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if said:
+        assert said in done.stderr + done.stdout
+        return
+    passed, left = counts.split()
+    assert (f"{passed} passed" in done.stdout) == (passed != "0"), done.stdout
+    assert f"{left if passed != '0' else 3} deselected" in done.stdout, done.stdout
 
 
 def gate(directory: Path, files: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -98,6 +127,7 @@ def test_a_unit_test_has_one_try_and_twice_red_is_red(tmp_path: Path) -> None:
     assert "test_left" not in done.stdout
 
 
+@pytest.mark.full("further")
 def test_a_flaky_test_hides_nothing_that_was_left_behind(tmp_path: Path) -> None:
     hook = f"def pytest_sessionfinish(session):\n    session.exitstatus = {LEFT_BEHIND}\n"
     done = gate(tmp_path, {"ranks/test_a.py": ONCE, "ranks/conftest.py": hook})
@@ -105,11 +135,13 @@ def test_a_flaky_test_hides_nothing_that_was_left_behind(tmp_path: Path) -> None
     assert done.returncode == 1
 
 
+@pytest.mark.full("further")
 def test_a_gate_without_tests_is_red(tmp_path: Path) -> None:
     left = "import pytest\n@pytest.mark.full\ndef test_left(): pass\n"
     assert gate(tmp_path, {"ranks/test_a.py": left}).returncode == 1
 
 
+@pytest.mark.full("further")
 def test_a_session_that_breaks_is_red(tmp_path: Path) -> None:
     done = gate(tmp_path, {"ranks/test_a.py": "import there_is_no_such_module\n"})
     assert done.returncode == 1

@@ -6,7 +6,11 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.leftovers import left_in_memory, memory_names
+
+pytestmark = pytest.mark.full("slow")
 
 
 def test_what_stays_is_left_and_what_passes_is_not() -> None:

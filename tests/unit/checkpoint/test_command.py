@@ -109,6 +109,7 @@ def test_prune_keeps_what_it_was_told_to(directory: Path, capsys: pytest.Capture
     assert run(["checkpoint", "verify", str(directory)]) == 0
 
 
+@pytest.mark.full("further")
 def test_prune_leaves_a_directory_alone_that_a_job_writes_to(
     directory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def test_a_whole_one_is_verified(directory: Path) -> None:
     assert verify_checkpoint(directory, 2).step == 2
 
 
+@pytest.mark.full("further")
 def test_random_flips_and_cuts_are_all_found_and_the_one_before_is_offered(tmp_path: Path) -> None:
     """`benchmarks/checkpoint_crashes.py damage` has 10,000."""
     found = damage(tmp_path, 300, seed=5)

@@ -323,6 +323,7 @@ def test_no_command_line_makes_a_traceback(place: Path, monkeypatch: pytest.Monk
     require_no_traceback(monkeypatch, words)
 
 
+@pytest.mark.full("slow")
 @settings(max_examples=400, **LINES_OF_ONE_PLACE)
 @given(COMMAND_LINES)
 def test_no_command_line_of_many_makes_a_traceback(

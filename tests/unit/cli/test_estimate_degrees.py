@@ -89,6 +89,7 @@ def test_two_ranks_that_divide_layers_hold_half_of_their_matrices(capsys: pytest
     assert any("stage hybrid is left out" in note for note in result["notes"])
 
 
+@pytest.mark.full("slow")
 @pytest.mark.usefixtures("here")
 def test_the_page_says_how_ranks_divide_the_model_and_what_does_not_fit(
     capsys: pytest.CaptureFixture[str],

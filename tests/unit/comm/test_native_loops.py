@@ -124,6 +124,7 @@ def assert_same_packed(how: str, block: int, ours: torch.Tensor, theirs: torch.T
         assert_same(one[scales:].view(kind), other[scales:].view(kind), "numbers")
 
 
+@pytest.mark.gate_cases("int4:block=1024", "bf16")
 @pytest.mark.parametrize("text", TEXTS)
 @settings(max_examples=30)
 @given(

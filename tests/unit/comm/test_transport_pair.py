@@ -113,6 +113,7 @@ def test_a_frame_that_is_waited_for_only_while_it_comes(
         flight.wait()
 
 
+@pytest.mark.full("further")
 def test_a_rank_that_sends_nothing_is_waited_for_as_long_as_said(alone: tuple[Transport, socket.socket]) -> None:
     transport, other = alone
     flight = transport.start(Message(floats(4), "all_gather"), 8, HERE)
@@ -224,6 +225,7 @@ def test_a_job_is_sent_before_its_end_waits_for_others(
     thread.close()
 
 
+@pytest.mark.full("further")
 def test_ranks_that_take_nothing_for_a_while_are_waited_for(alone: tuple[Transport, socket.socket]) -> None:
     transport, other = alone
     transport.timeout_seconds = 30.0

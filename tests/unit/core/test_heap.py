@@ -35,6 +35,7 @@ def faults(keep: bool) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.full("slow")
 def test_freed_memory_is_taken_again_without_page_faults() -> None:
     assert faults(keep=True) < 0.7 * faults(keep=False)
 
@@ -79,6 +80,7 @@ fd.distribute(layer, torch.optim.Adam(layer.parameters()), fd.Plan(offload="disk
 """
 
 
+@pytest.mark.full_cases("launched", "distributed")
 @pytest.mark.parametrize(
     ("prepare", "is_kept"),
     [

@@ -86,6 +86,7 @@ def test_every_operation() -> None:
     assert weights.grad.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.full("further")
 def test_a_thousand_times() -> None:
     def things() -> tuple[int, int]:
         gc.collect()

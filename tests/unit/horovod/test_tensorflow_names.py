@@ -160,6 +160,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str | 
     return found
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("module", SIGNATURES)
@@ -167,6 +168,7 @@ def test_signatures(module: str, told: dict[str, dict[str, str | None]]) -> None
     assert {name: told[module].get(name, "missing") for name in SIGNATURES[module]} == SIGNATURES[module]
 
 
+@pytest.mark.full("slow")
 @needs_tensorflow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("module", OTHERS)

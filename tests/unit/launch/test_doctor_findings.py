@@ -11,7 +11,7 @@ import pytest
 
 from farandole.launch.doctor.checks import judge
 from farandole.launch.doctor.checks.links import weakest_link
-from farandole.launch.doctor.facts.facts import (
+from farandole.launch.doctor.facts import (
     ClusterFacts,
     Gpu,
     HostFacts,

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.doctor import machine, this_host
 from farandole.launch.doctor.checks import judge
-from farandole.launch.doctor.facts import machine, this_host
-from farandole.launch.doctor.facts.facts import Gpu
+from farandole.launch.doctor.facts import Gpu
 from farandole.launch.doctor.probe import link_probe
 from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target, find_targets
 from farandole.launch.doctor.probe.examine import examine, pair_rounds

@@ -41,6 +41,7 @@ def test_late_signs_are_waited_for_longer_but_not_for_ever() -> None:
     assert patience.limit_seconds == 2.0
 
 
+@pytest.mark.full("slow")
 def test_a_reaper_waits_longer_for_a_supervisor_that_is_late() -> None:
     """The third pause is above what was promised, and the two before it were growing."""
     with subprocess.Popen(["sleep", "600"], start_new_session=True) as rank:

@@ -195,6 +195,7 @@ def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(tmp_path.rglob("*")) == before, "nothing is left behind"
 
 
+@pytest.mark.full("further")
 def test_200_000_events_are_read_in_bounded_memory_and_counted_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -161,6 +161,7 @@ def test_ranks_that_share_no_step(tmp_path: Path) -> None:
     assert (found.bound, found.verdict) == ("unknown", "Nothing to diagnose: no step is known of all ranks.")
 
 
+@pytest.mark.full("further")
 def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_long_run_is_sampled_fairly_and_in_bounded_memory(
     assert hundreds == pytest.approx(10_000 / 32, rel=0.1), "a rhythm has its fair share"
 
 
+@pytest.mark.full("further")
 def test_no_damage_ends_in_a_traceback(tmp_path: Path) -> None:
     """Bytes, values and lines are changed by chance; what comes out is a diagnosis or a `DataError`."""
     source = write_run(

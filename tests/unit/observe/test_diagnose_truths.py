@@ -279,6 +279,7 @@ def diagnose_machine(directory: Path, machine: Machine) -> Diagnosis:
     return diagnose(write_run(directory / "run", machine))
 
 
+@pytest.mark.gate_cases("input of one process", "one slow link of three")
 @pytest.mark.parametrize("name", TRUTHS)
 def test_the_cause_the_rank_and_the_cost(name: str, tmp_path: Path) -> None:
     truth = TRUTHS[name]

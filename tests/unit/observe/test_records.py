@@ -168,6 +168,7 @@ def test_damaged_lines_are_counted(tmp_path: Path, line: str) -> None:
     assert timeline.skipped[0].startswith("events-rank0.jsonl:3: ")
 
 
+@pytest.mark.full("further")
 def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
     bound = 100_000
     writer = EventWriter(tmp_path, 0, bound_bytes=bound)

@@ -176,6 +176,7 @@ print((read("VmHWM") - before) // 1024, (read("VmRSS") - before) // 1024)
 """
 
 
+@pytest.mark.full("slow")
 def test_resident_memory_stays_bounded(tmp_path: Path) -> None:
     """96 MiB of parameters have 192 MiB of states; what the allocator keeps of freed chunks counts."""
     rises = []
@@ -191,6 +192,7 @@ def test_resident_memory_stays_bounded(tmp_path: Path) -> None:
     assert disk_after <= 60, f"after a step only what the allocator keeps: {rises} MiB"
 
 
+@pytest.mark.full("slow")
 def test_nothing_is_left_by_a_process_that_is_killed(tmp_path: Path) -> None:
     text = _PEAK + "\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
     done = subprocess.run(

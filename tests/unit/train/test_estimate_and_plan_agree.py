@@ -88,7 +88,11 @@ NEAR = {"0": 0.001, "1": 0.001, "2": 0.001, "3": 0.03, "hybrid": 0.03}
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "name", [*SHORT, *(pytest.param(name, marks=[pytest.mark.full, pytest.mark.timeout(300)]) for name in LONG)]
+    "name",
+    [
+        *SHORT,
+        *(pytest.param(name, marks=[pytest.mark.full("further"), pytest.mark.timeout(300)]) for name in LONG),
+    ],
 )
 def test_they_agree_about_every_setting(name: str, device: str) -> None:
     make_model, make_batch, loss = {**SHORT, **LONG}[name]

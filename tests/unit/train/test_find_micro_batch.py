@@ -81,6 +81,7 @@ def test_the_search_finds_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             )
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 def test_a_real_limit() -> None:
     request = TrialRequest(f"{HERE}:make_model", 0, f"{HERE}:make_batch", limit_bytes=1500 * MB, path=PATH)
@@ -93,6 +94,7 @@ def test_a_real_limit() -> None:
     assert all((trial.peak_bytes or 0) < 1500 * MB for trial in trials if trial.fits), trials
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 def test_a_trial_that_is_killed_does_not_fit() -> None:
     request = TrialRequest(f"{HERE}:make_model", 0, f"{HERE}:killed_at_two", path=PATH)
@@ -101,6 +103,7 @@ def test_a_trial_that_is_killed_does_not_fit() -> None:
     assert trials[1].reason == "its process was ended by SIGKILL"
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(300)
 def test_a_trial_that_fails_at_once_is_an_error() -> None:
     request = TrialRequest(f"{HERE}:make_model", 0, f"{HERE}:faulty", path=PATH)
@@ -108,6 +111,7 @@ def test_a_trial_that_fails_at_once_is_an_error() -> None:
         largest_that_fits(request, [1, 2], trial_seconds=SECONDS)
 
 
+@pytest.mark.full("further")
 def test_a_trial_that_takes_too_long_is_ended() -> None:
     request = TrialRequest(f"{HERE}:make_model", 1, f"{HERE}:sleeps", path=PATH)
     result = run_in_child(request, 2.0)
@@ -152,6 +156,7 @@ def test_the_samples_of_a_trial_are_the_first_number_of_a_shape() -> None:
     assert [(tuple(each.shape), each.dtype) for each in found] == [((3, 25), torch.float32), ((3,), torch.int64)]
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(300)
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PATH[0])

@@ -227,7 +227,7 @@ def test_a_model_of_transformers_can_be_cut_for_a_pipeline() -> None:
     assert profile.can_be_cut == ""
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", MODELS)
@@ -245,7 +245,7 @@ def test_a_mixture_of_transformers_is_analysed_without_memory(name: str, device:
     assert block.expert.token_bytes == 4 * CHOSEN * TOKENS * WIDTH
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 def test_autocast_leaves_experts_of_transformers_in_float32() -> None:
     """What `uncast_flops` stands on, seen in a real pass."""
     seen: list[torch.dtype] = []

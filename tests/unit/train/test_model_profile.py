@@ -125,6 +125,7 @@ def test_gradients_come_in_the_order_of_backward(language: ModelProfile) -> None
     assert shapes["layers.0.norm1.bias"] == (WIDTH, 1), "a vector has one column"
 
 
+@pytest.mark.full("further")
 def test_tensor_facts_are_those_of_the_recipe() -> None:
     profile = analyse(
         lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True), 5),
@@ -284,6 +285,7 @@ def small_resnet() -> nn.Sequential:
     )  # fmt: skip
 
 
+@pytest.mark.full("further")
 def test_a_resnet_has_bottlenecks_as_units_and_says_what_is_whole() -> None:
     profile = analyse(small_resnet, lambda n: torch.zeros(n, 3, 16, 16, dtype=torch.float32))
     assert profile.parameters == trained(small_resnet()), "each parameter once"
@@ -303,6 +305,7 @@ def _counted(model: nn.Module, batch: torch.Tensor) -> int:
     return int(counter.get_total_flops())
 
 
+@pytest.mark.full("further")
 def test_experts_are_run_for_real_and_their_facts_are_known() -> None:
     profile = analyse(Experts, lambda n: torch.randn(n, 8, 32, dtype=torch.float32))
     assert any("(MixtureOfExperts) does not run on tensors without values" in n for n in profile.notes), (
@@ -320,6 +323,7 @@ def test_experts_are_run_for_real_and_their_facts_are_known() -> None:
     assert profile.memory.activations["fp32", "none"].saved_bytes > 0, "memory of the real pass"
 
 
+@pytest.mark.full("further")
 def test_code_between_parts_frozen_and_unused_parameters() -> None:
     profile = analyse(Patches, lambda n: torch.zeros(n, 3, 16, 16, dtype=torch.float32))
     names = [unit.name for unit in profile.units]
@@ -332,6 +336,7 @@ def test_code_between_parts_frozen_and_unused_parameters() -> None:
     assert profile.parameters == trained(Patches()), "unused ones are counted"
 
 
+@pytest.mark.full("further")
 def test_folding_changes_no_figure() -> None:
     model = Language(tied=False)
     assert len(longest_run(model)) == 10, "all blocks are alike"
@@ -489,6 +494,7 @@ def test_an_unknown_optimizer_is_named() -> None:
         analyse(mlp, words, optimizer="adamm")
 
 
+@pytest.mark.full("further")
 def test_seconds_are_measured_for_each_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("farandole.train.analysis.measure.LEAST_SECONDS", 0.0)
     timing = Timing(lambda: Language(tied=False, blocks=5), Batches(words), next_word, "cpu", threads=1)
@@ -577,6 +583,7 @@ def test_positions_of_packed_sequences_are_those_of_the_batch() -> None:
     assert masking_utils.find_packed_sequence_indices is usual
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_a_llama_of_seven_billion_is_analysed_without_memory() -> None:

@@ -73,6 +73,7 @@ def test_only_the_main_thread_can_begin_to_listen() -> None:
         pool.submit(preemption.preempted).result()
 
 
+@pytest.mark.full("further")
 def test_the_same_request_twice_is_one_and_a_later_one_ends() -> None:
     code = (
         "import os, farandole as fd; from farandole.train import preemption; fd.preempted(); "

@@ -147,6 +147,7 @@ def test_an_error_of_a_worker_and_of_the_first_batch() -> None:
         assert not threads()
 
 
+@pytest.mark.full("slow")
 def test_an_error_in_the_loop_and_a_dropped_iterator_end_the_thread() -> None:
     loader = fd.prefetch(DataLoader(Numbers(), batch_size=2))
 
@@ -420,6 +421,7 @@ if sys.argv[2] == "waits":
 """
 
 
+@pytest.mark.full_cases("600-waits--2")
 @pytest.mark.parametrize(("seconds", "what", "code"), [("0.01", "leaves", 0), ("600", "waits", -signal.SIGINT)])
 def test_the_process_ends_though_a_thread_draws(seconds: str, what: str, code: int) -> None:
     with subprocess.Popen(

@@ -35,6 +35,7 @@ def test_a_model_of_gpus_is_not_timed_without_one(monkeypatch: pytest.MonkeyPatc
     assert as_a_rank_of(cluster) == {"device": "cuda"}, "and on a GPU where there is one"
 
 
+@pytest.mark.full("further")
 def test_neighbours_compute_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     plain = subprocess.Popen

@@ -15,7 +15,7 @@ WITHIN = {
 """Mean errors. Not in it: DeepSpeed's ZeRO-3 of 2021, whose exchanges took several times what ours do."""
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.timeout(900)
 def test_tables_are_told_and_intervals_hold_nine_of_ten_rows() -> None:
     rows = {table: told(table) for table in WITHIN}

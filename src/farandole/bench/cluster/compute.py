@@ -14,7 +14,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import ComputeRate, Device
 from ...core.cluster.coefficient import Coefficient
-from ...launch.doctor.facts.machine import read_memory
+from ...launch.doctor.machine import read_memory
 from ..measure.intervals import median_interval
 from .figures import measured, rate_figure, seconds_figure
 from .rounds import Case, Samples, affordable, sample, slowest, timed

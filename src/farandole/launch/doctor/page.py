@@ -8,7 +8,7 @@ from typing import Any
 
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from .checks.links import weakest_link
-from .facts.facts import SEVERITIES, ClusterFacts, ClusterFinding, HostFacts, Interface, LinkFacts
+from .facts import SEVERITIES, ClusterFacts, ClusterFinding, HostFacts, Interface, LinkFacts
 
 MOST_IN_MATRIX = 12
 """Hosts; of more only the weakest links are listed."""

@@ -13,7 +13,7 @@ from torch import nn
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
-from ...launch.doctor.facts.machine import read_memory
+from ...launch.doctor.machine import read_memory
 from ...plan.memory import PRECISIONS, RECOMPUTE
 from ...plan.memory_page import MicroBatchRequest
 from .search import largest_that_fits, micro_batches

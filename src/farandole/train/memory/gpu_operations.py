@@ -1,6 +1,6 @@
 """The operations of a GPU, run on tensors of the CPU: what is counted for GPUs on a machine without one.
 
-[Note: what a GPU runs otherwise] torch decides by a tensor's device what an operation is made of. On a GPU
+[Note: what a GPU runs otherwise] Torch decides by a tensor's device what an operation is made of. On a GPU
 attention is one kernel with dropout too, dropout keeps a mask of one byte an element, RMSNorm is one kernel that
 keeps its input, and autocast computes more in fp32 (docs.pytorch.org/docs/stable/amp.html). Tensors that pretend
 to be on a GPU end the process in a torch without CUDA, so operations of the CPU get a GPU's forms for some time,

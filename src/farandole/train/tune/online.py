@@ -28,7 +28,7 @@ from ...core.step_model.exchange_keys import ExchangeKeys
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds
-from ...launch.doctor.facts.machine import read_memory
+from ...launch.doctor.machine import read_memory
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
 from .block import slowest

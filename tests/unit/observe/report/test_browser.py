@@ -72,6 +72,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run)
 
 
+@pytest.mark.gate_cases("390-True", "390-False")
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1280, 390])
 def test_it_fits_is_readable_and_asks_for_nothing(

@@ -100,6 +100,7 @@ def test_the_failure_says_what_to_do(tmp_path: Path) -> None:
         assert "failure.json cannot be read" in page_of(run).text
 
 
+@pytest.mark.full("further")
 def test_a_thousand_steps_of_eight_ranks_are_small(tmp_path: Path) -> None:
     names = {step: f"a phase of the user's number {step}" for step in range(10, 1000, 10)}
     run = full_run(
@@ -307,6 +308,7 @@ def _damaged(value: Any, chance: random.Random) -> Any:
     return chance.choice(ODD)
 
 
+@pytest.mark.full("slow")
 def test_odd_values_anywhere_give_a_page(tmp_path: Path) -> None:
     whole = full_run(tmp_path / "r", ranks=3, steps=12, buckets=3, pauses={5: 0.1})
     kept = {path: path.read_text() for path in whole.iterdir()}

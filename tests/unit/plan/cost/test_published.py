@@ -104,6 +104,7 @@ MEGATRON = (
 """Narayanan et al. 2021 (arXiv 2104.04473), table 1. Micro-batches are not in it: the fastest as predicted."""
 
 
+@pytest.mark.full("slow")
 def test_megatron_s_table_from_the_preset() -> None:
     errors = {}
     for billions, heads, hidden, layers, tensor, pipeline, ranks, batch, teraflops, micro_batch in MEGATRON:

@@ -52,6 +52,7 @@ def everything(question: SearchQuestion) -> Iterator[PredictedPlan]:
                     yield option
 
 
+@pytest.mark.gate_cases("prime", "memory")
 @pytest.mark.parametrize(
     ("goal", "limit_bytes", "changed"),
     [
@@ -90,6 +91,7 @@ def test_search_finds_what_trying_all_finds(goal: Goal, limit_bytes: int, change
     assert (chosen.candidate.script_changes, len(kinds_of(chosen.candidate))) == simplest, f"{chosen}"
 
 
+@pytest.mark.gate_cases("0.012-data")
 @pytest.mark.parametrize(("gain", "chosen"), [(0.012, "data"), (0.04, "data x pipeline")])
 def test_within_three_percent_the_fewest_kinds_of_parallelism_are_chosen(gain: float, chosen: str) -> None:
     """A gain inside of the error of predictions is no reason for a pipeline, and the answer says so."""
@@ -180,6 +182,7 @@ def test_floors_are_below_predictions(fixed: dict[str, Any], least: int) -> None
     assert checked > least, f"only {checked} layouts"
 
 
+@pytest.mark.gate_cases("cost model")
 @pytest.mark.parametrize("predicting", [predict_plainly, predict], ids=["plain", "cost model"])
 def test_every_proposed_plan_can_be_applied(predicting: Predictor) -> None:
     """Plans pass the product's own checks, need all ranks, and train on the batch that was asked for."""
@@ -445,6 +448,7 @@ def _best(profile: ModelProfile, cluster: Cluster, fixed: dict[str, Any], limit_
     return best
 
 
+@pytest.mark.full("slow")
 def test_4096_ranks_are_searched_in_ten_seconds_and_a_gigabyte(tmp_path: Path) -> None:
     """In a process of its own, without torch. The time of its processor counts, not that of others."""
     write_profile(make_profile(blocks=80, width=8192), tmp_path / "model.json")

@@ -61,7 +61,7 @@ def make_case(seed: int) -> Case:
     return Case(profile, cluster, replace(request, memory_bytes=limit_bytes))
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(24))
 def test_looking_wider_is_never_worse(seed: int) -> None:

@@ -118,7 +118,7 @@ def test_a_server_that_is_killed_goes_on_with_what_it_had(running: Running) -> N
     assert len(first.restored) + len(second.restored) == 1
 
 
-@pytest.mark.full
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_server_that_dies_of_a_request_whenever_it_is_restored_is_an_error_with_its_last_words(
     running: Running, monkeypatch: pytest.MonkeyPatch
@@ -131,6 +131,7 @@ def test_a_server_that_dies_of_a_request_whenever_it_is_restored_is_an_error_wit
     assert len(first.restored) == 2
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_server_that_dies_again_and_again_between_replies_is_an_error_unless_it_writes_snapshots(
     running: Running, monkeypatch: pytest.MonkeyPatch
@@ -154,6 +155,7 @@ def test_a_server_that_dies_again_and_again_between_replies_is_an_error_unless_i
         add(first, 3)
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_server_whose_disk_takes_no_snapshot_goes_on_and_its_death_is_told(tmp_path: Path) -> None:
     running = Running(tmp_path, clients=1)
@@ -169,6 +171,7 @@ def test_a_server_whose_disk_takes_no_snapshot_goes_on_and_its_death_is_told(tmp
     running.close()
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_client_that_stays_away_is_given_up_and_refused(running: Running) -> None:
     first, second = running.call(0), running.call(1)
@@ -209,6 +212,7 @@ os._exit(1)
 """
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_server_ends_whose_starter_ends_before_any_rank_has_called(tmp_path: Path) -> None:
     directory = make_directory(str(tmp_path))
@@ -240,6 +244,7 @@ def test_a_server_that_never_listens_is_an_error_and_leaves_nothing(
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full("slow")
 @pytest.mark.timeout(120)
 def test_a_process_with_many_open_files_may_be_a_client(running: Running) -> None:
     """Of more than select() takes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..facts.facts import SEVERITIES, ClusterFacts, ClusterFinding, Findings
+from ..facts import SEVERITIES, ClusterFacts, ClusterFinding, Findings
 from .links import check_connections, check_rates
 from .machine import check_clocks, check_cores, check_gpus, check_limits, check_memory
 from .names import check_host_names, check_own_names, check_peer_names

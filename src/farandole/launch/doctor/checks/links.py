@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping
 
 from ....core.vocabulary.units import format_bits_per_second, format_seconds
-from ..facts.facts import ClusterFacts, ClusterFinding, Findings, LinkFacts
+from ..facts import ClusterFacts, ClusterFinding, Findings, LinkFacts
 
 WEAK_SHARE = 0.5
 """Fraction of the median link's rate; a link below it delays all ranks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ....core.vocabulary.units import format_bytes, format_seconds
-from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts
+from ..facts import ClusterFacts, ClusterFinding, Findings, HostFacts
 
 FAR_SECONDS, OFF_SECONDS = 60.0, 0.5
 LITTLE_MEMORY_BYTES, TOO_LITTLE_MEMORY_BYTES = 1_000_000_000, 250_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 
-from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts
+from ..facts import ClusterFacts, ClusterFinding, Findings, HostFacts
 
 
 def check_peer_names(facts: ClusterFacts) -> Findings:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ....core.host.congestion import PACED, USUAL
-from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts, Interface
+from ..facts import ClusterFacts, ClusterFinding, Findings, HostFacts, Interface
 
 LEAST_MTU_BYTES = 1280
 """What every network that carries IPv6 must carry (RFC 8200)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..facts.facts import ClusterFacts, ClusterFinding, Findings, HostFacts, Severity
+from ..facts import ClusterFacts, ClusterFinding, Findings, HostFacts, Severity
 
 
 def check_reached(facts: ClusterFacts) -> Findings:

@@ -11,8 +11,8 @@ from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
 from ...ssh.link.frames import Message
-from ..facts.facts import ClusterFacts, HostFacts, KernelRoute, LinkFacts, Unreachable, read_host_facts
-from ..facts.this_host import look_up
+from ..facts import ClusterFacts, HostFacts, KernelRoute, LinkFacts, Unreachable, read_host_facts
+from ..this_host import look_up
 from .channel import HostChannel, ProbeLost, Target, ask_all
 from .link_probe import TOKEN_BYTES
 

@@ -22,8 +22,8 @@ from typing import Any
 
 from ....core.wire.framing import read_json
 from ...ssh.link.frames import MESSAGE, Message, pipe_of_this_process
-from ..facts.facts import to_answer
-from ..facts.this_host import look_up, read_routes, read_this_host
+from ..facts import to_answer
+from ..this_host import look_up, read_routes, read_this_host
 from .link_probe import Listener, call
 
 LIMIT_SECONDS = 300

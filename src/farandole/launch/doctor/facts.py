@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ....core.vocabulary.errors import LaunchError
-from ....core.vocabulary.suggestions import elsewhere_remedy
-from ....version import VERSION
+from ...core.vocabulary.errors import LaunchError
+from ...core.vocabulary.suggestions import elsewhere_remedy
+from ...version import VERSION
 
 
 @dataclass(frozen=True)

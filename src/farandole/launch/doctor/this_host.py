@@ -13,13 +13,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ....core.environ.env import read_ssh_connection, set_variables
-from ....core.host.commit import working_directory_commit
-from ....core.host.congestion import congestion_control
-from ....core.host.interfaces import Address, own_addresses, towards
-from ....core.host.packages import package_version
-from ....core.vocabulary.errors import LaunchError
-from ....version import VERSION
+from ...core.environ.env import read_ssh_connection, set_variables
+from ...core.host.commit import working_directory_commit
+from ...core.host.congestion import congestion_control
+from ...core.host.interfaces import Address, own_addresses, towards
+from ...core.host.packages import package_version
+from ...core.vocabulary.errors import LaunchError
+from ...version import VERSION
 from .facts import HostFacts, HostNetwork, Interface, Resources
 from .machine import ask_command, read_cores, read_gpus, read_limits, read_memory, read_shared_memory
 

@@ -1,1 +1,0 @@
-"""Facts about hosts and links as plain values, and what a finding is."""
