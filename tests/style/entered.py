@@ -1,7 +1,7 @@
 """Which files of the source are entered on the way from a call or a command to its end.
 
-A file is entered when one of its functions is called, on whatever thread. What a module does while it is imported
-does not count.
+A file is entered when one of its functions is called by the thread that makes the call: what others do meanwhile,
+samplers for example, is another number each time. What a module does while it is imported does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import runpy
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,11 +61,10 @@ class Entered:
         """By part of the walk: when each was entered first, of the clock that all processes here have."""
         self._now: dict[str, float] | None = None
         self._root = f"{SOURCE}{os.sep}"
-        threading.setprofile(self._look)
 
     @contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Look on this thread, and on those that began after this was made."""
+        """Look on this thread."""
         self._now = self.files.setdefault(part, {})
         sys.setprofile(self._look)
         try:

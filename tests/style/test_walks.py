@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.style.ceilings import ceilings
 from tests.style.entered import of_a_job, of_a_plan, of_a_training
 from tests.style.walks import walk_over_ssh
@@ -26,6 +28,7 @@ def test_a_step_and_distribute_enter_no_more_files(tmp_path: Path) -> None:
         require(f"walk of {part}", files)
 
 
+@pytest.mark.full("slow")
 def test_a_job_and_a_plan_enter_no_more_files(tmp_path: Path) -> None:
     require("walk of a job until its ranks run", of_a_job(tmp_path))
     require("walk of farandole plan", of_a_plan(tmp_path))
