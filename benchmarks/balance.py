@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.core.step_model.sample_shares import divide_samples, longest_seconds
+from farandole.core.step_model.prediction import divide_samples, longest_seconds
 
 STEPS = 80
 

@@ -24,7 +24,7 @@ from farandole.comm.codecs.native_quantize import Eager, eager_exchange
 from farandole.comm.codecs.quantize import piece_elements
 from farandole.comm.codecs.registry import require_packer
 from farandole.comm.device.accelerator import accelerators, model_of, timing_event
-from farandole.comm.messages.message import GroupRank
+from farandole.comm.messages import GroupRank
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
 

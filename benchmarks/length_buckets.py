@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch
 
-from farandole.bench.data.text import LEFT_OUT
+from farandole.bench.data import LEFT_OUT
 from farandole.train.data.length_buckets import Arranged, Cut, LengthBuckets
 from farandole.train.data.partition import Partition
 

@@ -24,7 +24,7 @@ from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second, parse_seconds
 from farandole.launch.emulate.network import Network
-from farandole.launch.emulate.script import LinkChange
+from farandole.launch.emulate.session import LinkChange
 
 WORKER = "benchmarks.link_change_ranks"
 AUTO = "auto+lossy=true"

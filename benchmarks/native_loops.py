@@ -22,9 +22,9 @@ import torch
 
 from farandole.comm.codecs.registry import CodecInstance, make_codec
 from farandole.comm.host_memory.shared_tensor import PIECE_BYTES
-from farandole.comm.messages.message import Exchange, Exchanged, GroupRank, Message
+from farandole.comm.messages import Exchange, Exchanged, GroupRank, Message
 from farandole.comm.native.kernels import loops
-from farandole.comm.sessions.segments import SEGMENT_ELEMENTS
+from farandole.comm.sessions.units import SEGMENT_ELEMENTS
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
 RANKS = 2

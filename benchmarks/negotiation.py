@@ -21,7 +21,7 @@ import torch
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations.request import Request
+from farandole.comm.named_ops.operations import Request
 
 OPERATIONS_PER_STEP = 1000
 STEPS = 20

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.core.schedule.bubble import bubble_seconds
+from farandole.core.schedule.actions import bubble_seconds
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import StageTimes, simulate
 from farandole.core.vocabulary.events import Event, PipelineAction

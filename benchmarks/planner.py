@@ -36,9 +36,8 @@ from typing import Any
 
 from planner_models import MODELS  # type: ignore[import-not-found]
 
-from farandole.core.cluster.cluster import Cluster
+from farandole.core.cluster.cluster import Cluster, Coefficient
 from farandole.core.cluster.cluster_file import read_cluster
-from farandole.core.cluster.coefficient import Coefficient
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate, Prediction

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import farandole as fd
-from farandole.bench.data.text import ByteWindows, load_text
+from farandole.bench.data import ByteWindows, load_text
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import Contender, make_contender
 from farandole.core.vocabulary.sync_spec import SyncSpec

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import farandole as fd
-from farandole.bench.data.idx import load_idx_images
+from farandole.bench.data import load_idx_images
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", type=Path, default=Path("/usr/share/datasets/fashion-mnist"))

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import farandole as fd
-from farandole.bench.data.text import load_text
+from farandole.bench.data import load_text
 from farandole.bench.models.language import LanguageModel
 
 parser = argparse.ArgumentParser()

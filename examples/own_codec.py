@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.messages.message import Message
+from farandole.comm.messages import Message
 
 
 def one_magnitude(grad, group):

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import farandole as fd
-from farandole.bench.data.text import load_text
+from farandole.bench.data import load_text
 from farandole.bench.models.language import LanguageModel
 
 CONTEXT = 64

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 
 import farandole as fd
-from farandole.bench.data.idx import load_idx_images
+from farandole.bench.data import load_idx_images
 
 PLAN = fd.Plan(zero=1, precision="bf16")
 

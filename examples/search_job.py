@@ -62,7 +62,7 @@ def train() -> None:
     from torch.utils.data import DataLoader
 
     import farandole as fd
-    from farandole.bench.data.text import load_text
+    from farandole.bench.data import load_text
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--batch-size", type=int, default=32, help="windows of 32 bytes a rank in a step")

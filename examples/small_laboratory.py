@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import farandole as fd
-from farandole.bench.data.text import load_text
+from farandole.bench.data import load_text
 
 FULL_STATE_BYTES = 16
 """A parameter, its gradient, and Adam's two states, in float32."""

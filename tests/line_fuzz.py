@@ -26,7 +26,7 @@ from unittest.mock import patch
 from farandole.cli import main
 from farandole.cli.commands import run
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.job.host_list import HostSlots, read_hostfile
+from farandole.launch.job.hosts import HostSlots, read_hostfile
 
 from .hostile import random_host_file, random_line
 

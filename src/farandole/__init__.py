@@ -33,19 +33,18 @@ if _typing.TYPE_CHECKING:
     )
     from .core.vocabulary.spec import Plan
     from .integrations.notebook import notebook
-    from .parallel.context.cut import context_gather, context_positions, context_shard
+    from .parallel.context.apply import context_gather, context_positions, context_shard
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.expert.layer import MixtureOfExperts, router_loss
     from .parallel.frozen.adapters import low_rank_adapters
-    from .parallel.frozen.freeze import freeze
+    from .parallel.frozen.encode_model import freeze
     from .parallel.optim.one_bit_adam import OneBitAdam
     from .parallel.step import drain, evaluate, step
     from .parallel.weight import weight
     from .sync.rows.copies import RowCopy
     from .sync.rows.table import RowTable
     from .train.accumulate import accumulate
-    from .train.checkpoint.api import load, save
-    from .train.checkpoint.checkpointer import Checkpointer
+    from .train.checkpoint.checkpointer import Checkpointer, load, save
     from .train.data.loader import shard
     from .train.distribute import averaged, distribute
     from .train.fused.chunked_cross_entropy import chunked_cross_entropy
@@ -55,7 +54,7 @@ if _typing.TYPE_CHECKING:
     from .train.phase import phase
     from .train.planning.find_plan import find_plan
     from .train.preemption import preempted
-    from .train.prefetch.prefetch import prefetch
+    from .train.prefetch import prefetch
     from .train.printing import print  # noqa: A004 - the field's name
     from .train.progress import log
     from .train.record import record
@@ -95,26 +94,26 @@ _HOME = {
     "accumulate": "train.accumulate",
     "barrier": "train.turns",
     "chunked_cross_entropy": "train.fused.chunked_cross_entropy",
-    "context_gather": "parallel.context.cut",
-    "context_positions": "parallel.context.cut",
-    "context_shard": "parallel.context.cut",
+    "context_gather": "parallel.context.apply",
+    "context_positions": "parallel.context.apply",
+    "context_shard": "parallel.context.apply",
     "averaged": "train.distribute",
     "distribute": "train.distribute",
     "find_micro_batch": "train.memory.find_micro_batch",
     "find_plan": "train.planning.find_plan",
-    "freeze": "parallel.frozen.freeze",
+    "freeze": "parallel.frozen.encode_model",
     "gather": "train.metrics.gather",
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.data.loader",
-    "load": "train.checkpoint.api",
-    "save": "train.checkpoint.api",
+    "load": "train.checkpoint.checkpointer",
+    "save": "train.checkpoint.checkpointer",
     "log": "train.progress",
     "low_rank_adapters": "parallel.frozen.adapters",
     "main_first": "train.turns",
     "phase": "train.phase",
     "preempted": "train.preemption",
-    "prefetch": "train.prefetch.prefetch",
+    "prefetch": "train.prefetch",
     "print": "train.printing",
     "mean": "train.reduce",
     "NoiseScale": "train.noise.noise_scale",

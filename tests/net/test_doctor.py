@@ -15,7 +15,7 @@ import pytest
 
 from farandole.core.environ import env
 from farandole.launch.emulate.network import Network
-from farandole.launch.job.emulated_hosts import HostNamespaces, entering
+from farandole.launch.job.hosts import HostNamespaces, entering
 from tests.net.cluster import cluster, why_impossible
 from tests.ranks.test_launch import FARANDOLE, run
 

@@ -37,7 +37,7 @@ TRAIN = COUNTS.replace(
 PAPER = f"""
 import os, queue, sys
 from farandole.core.environ.env import read_elastic_settings
-from farandole.train.elastic.control_connection import ControlConnection
+from farandole.train.elastic import ControlConnection
 {WHERE}
 me = read_elastic_settings()
 heard = queue.Queue()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.emulate.network import Network
-from farandole.launch.job.emulated_hosts import HostNamespaces, entering
+from farandole.launch.job.hosts import HostNamespaces, entering
 from tests.net.cluster import Cluster, cluster, why_impossible
 from tests.ranks.test_launch import script
 

@@ -16,10 +16,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from farandole.bench.data.text import load_text
+from farandole.bench.data import load_text
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.messages.message import Encoded, Encoding, GroupRank
-from farandole.comm.messages.simulator import simulate
+from farandole.comm.messages import Encoded, Encoding, GroupRank, simulate
 from farandole.comm.sessions.units import fuse
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 

@@ -21,7 +21,7 @@ from farandole.comm.autotune import autotuner as tuning
 from farandole.comm.autotune import look as looking
 from farandole.comm.autotune.autotuner import LEAST_PAUSE_SECONDS, Autotuner
 from farandole.comm.autotune.probe import probe_link
-from farandole.comm.messages.message import Message
+from farandole.comm.messages import Message
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json

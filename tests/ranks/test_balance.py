@@ -17,10 +17,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.sample_shares import divide_samples, longest_seconds
+from farandole.core.step_model.prediction import divide_samples, longest_seconds
 from farandole.core.vocabulary.errors import PlanError
-from farandole.train.balance import balancer
-from farandole.train.balance.share_changes import Division
+from farandole.train import balance as balancer
+from farandole.train.balance import Division
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_same_bits
 

@@ -30,8 +30,7 @@ from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device import block_launches
 from farandole.comm.device.block_launches import BlockKernels, can_run, load_kernels
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.messages.message import Exchange, GroupRank
-from farandole.comm.messages.simulator import as_encoding, simulate
+from farandole.comm.messages import Exchange, GroupRank, as_encoding, simulate
 from farandole.core.environ.env import NATIVE
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import fresh, ranks, takes

@@ -26,8 +26,7 @@ from farandole.checkpoint.directory import saved_steps, step_directory
 from farandole.checkpoint.lock import DirectoryLock
 from farandole.checkpoint.manifest import NAME
 from farandole.checkpoint.verify import verify_checkpoint
-from farandole.comm.world.background_store import BackgroundStore
-from farandole.comm.world.store_sync import all_gather_json
+from farandole.comm.world.store_sync import BackgroundStore, all_gather_json
 from farandole.core.vocabulary.errors import CheckpointError, PeerLost
 from farandole.observe.diagnose.verdict import diagnose
 from farandole.observe.record.progress import progress_line

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.commands.run import _what_next
-from farandole.launch.job.ports import ReservedPort, is_in_use
+from farandole.launch.job.placement import ReservedPort, is_in_use
 from farandole.observe.diagnose import brief
 from farandole.observe.diagnose.verdict import diagnose
 from tests import warm

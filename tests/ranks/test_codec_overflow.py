@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.coded_shard_bucket import CodedShardBucket
+from farandole.comm.buckets.sharded_bucket import CodedShardBucket
 from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.apply import reducer_of
 from farandole.parallel.precision.loss_scale import LEAST

@@ -17,10 +17,9 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.messages.message import GroupRank, Message
-from farandole.comm.messages.simulator import Rounds
+from farandole.comm.messages import GroupRank, Message, Rounds
 from farandole.comm.reducer.reducer import GradientReducer
-from farandole.comm.sessions import segments
+from farandole.comm.sessions import units as segments
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.apply import reducer_of

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
+from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.parallel.apply import reducer_of
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import WIDTH, simulated, state_of

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
+from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs import device_quantize
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import make_codec

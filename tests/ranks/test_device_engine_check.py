@@ -16,9 +16,9 @@ from farandole.bench.device_test import engine_check
 from farandole.bench.device_test.codecs_check import FORMS
 from farandole.bench.device_test.engine_check import check_engine
 from farandole.bench.device_test.subject import Subject
+from farandole.comm import routes as device_route
 from farandole.comm.codecs.packing import BFloat16
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.routes import device_route
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import distributed, simulated

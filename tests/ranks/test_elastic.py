@@ -24,7 +24,7 @@ pytestmark = patient
 PAPER = """
 import os, subprocess, sys, time
 from farandole.core.environ.env import read_elastic_settings
-from farandole.train.elastic.control_connection import ControlConnection
+from farandole.train.elastic import ControlConnection
 me = read_elastic_settings()
 parts = dict(word.split("=") for word in sys.argv[1:])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -180,7 +180,7 @@ COUNTS = """
 import hashlib, os, sys, time
 import torch
 import farandole.horovod.torch as hvd
-from farandole.train.elastic.elastic_worker import member
+from farandole.train.elastic import member
 
 hvd.init()
 last, victims = int(sys.argv[1]), sys.argv[2:]
@@ -297,7 +297,7 @@ CROSSED = """
 import os, sys, time
 import torch, torch.distributed as dist
 import farandole as fd
-from farandole.train.elastic.elastic_worker import member
+from farandole.train.elastic import member
 world = fd.init(progress=False)
 if member().generation == 1:
     if world.rank == 2:

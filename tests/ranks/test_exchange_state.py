@@ -17,8 +17,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.codecs.codec import leaves
-from farandole.comm.messages.message import GroupRank, Message
-from farandole.comm.messages.simulator import Rounds
+from farandole.comm.messages import GroupRank, Message, Rounds
 from farandole.comm.sessions.saved_state import merge
 from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks

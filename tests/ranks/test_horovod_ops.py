@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.comm.named_ops.operations.request import Request
+from farandole.comm.named_ops.operations import Request
 from farandole.horovod.common.exceptions import HorovodMismatchError
 from farandole.horovod.torch.ops.handles import handles, synchronize
 from tests.ranks.pool import ranks

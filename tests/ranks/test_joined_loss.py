@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.train.verify.joined_loss import JoinedLoss
+from farandole.train.verify.joined import JoinedLoss
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import farandole as fd
-from farandole.bench.cluster.codecs import measure_codec_costs
+from farandole.bench.cluster.compute import measure_codec_costs
 from farandole.bench.cluster.worker import measure
 from farandole.comm.autotune import probe
 from farandole.comm.world.store_sync import all_gather_json

@@ -23,7 +23,7 @@ from farandole.comm.autotune import given_buckets
 from farandole.comm.autotune.probe import probe_link
 from farandole.comm.named_ops.data.auto_codecs import EXACT_ROUNDS
 from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations.request import Request, Ticket
+from farandole.comm.named_ops.operations import Request, Ticket
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json

@@ -17,7 +17,7 @@ from farandole.bench.device_test.subject import Subject
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.named_ops.data import data_plane, group_thread
 from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_bytes
-from farandole.comm.named_ops.operations.operation import PendingTicket
+from farandole.comm.named_ops.operations import PendingTicket
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
 from farandole.horovod.common.compression import CodecCompressor

@@ -17,7 +17,7 @@ import torch
 
 import farandole as fd
 from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations.request import NamedOpsSettings, OperationLog, Request
+from farandole.comm.named_ops.operations import NamedOpsSettings, OperationLog, Request
 from farandole.comm.world.store_sync import all_gather_json
 from tests.ranks.pool import _place, free_port, patient, ranks
 from tests.ranks.started import started
@@ -464,7 +464,7 @@ JOB = """
     import torch
     import farandole as fd
     from farandole.comm.named_ops.engine import NamedOpsEngine
-    from farandole.comm.named_ops.operations.request import NamedOpsSettings, Request
+    from farandole.comm.named_ops.operations import NamedOpsSettings, Request
 
     world = fd.init()
     it = NamedOpsEngine(world, NamedOpsSettings(**{settings}))

@@ -15,7 +15,8 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.pipeline import apply, messages, ownership, peers
+from farandole.parallel.pipeline import apply, messages, ownership
+from farandole.parallel.pipeline import messages as peers
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_pipeline import Tied, chain, compare, cross_entropy, follow
 

@@ -16,8 +16,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.host_memory import shared_tensor
 from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
-from farandole.comm.messages.message import GroupRank, Message
-from farandole.comm.messages.simulator import Rounds
+from farandole.comm.messages import GroupRank, Message, Rounds
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport

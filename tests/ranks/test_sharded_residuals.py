@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.zero.weight_residuals import weight_residuals
+from farandole.parallel.zero.sharded_step import weight_residuals
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import own

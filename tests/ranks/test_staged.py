@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
-from farandole.comm.messages.message import Message
-from farandole.comm.routes import device_route
+from farandole.comm import routes as device_route
+from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
+from farandole.comm.messages import Message
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.staged_conductor import StagedConductor
 from farandole.comm.world.store_sync import all_gather_json

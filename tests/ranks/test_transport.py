@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 import farandole as fd
 from farandole.comm.autotune.probe import choose_connection_count
-from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
-from farandole.comm.messages.message import GroupRank, Message, Reduction
-from farandole.comm.transport import callers, connect
+from farandole.comm.messages import GroupRank, Message, Reduction, recursive_doubling, reduce_scatter_all_gather
+from farandole.comm.transport import connect
+from farandole.comm.transport import connect as callers
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport

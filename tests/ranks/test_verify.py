@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.train.verify.mean_counts import MeanCounts
+from farandole.train.verify.joined import MeanCounts
 from farandole.train.verify.verify import Verification, check_loss, check_repeats, check_sizes, row_hashes
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm.buckets.dense_bucket import DenseBucket
+from farandole.comm.buckets.bucket import DenseBucket
 from farandole.parallel.apply import reducer_of
 from farandole.train.verify.deep_check import DeepCheck
-from farandole.train.verify.mean_counts import MeanCounts
+from farandole.train.verify.joined import MeanCounts
 from farandole.train.verify.verify import Check
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own

@@ -17,8 +17,7 @@ import farandole as fd
 from farandole.comm.named_ops.channel.channel import ControlChannel
 from farandole.comm.named_ops.control.stall_inspector import main_thread_place
 from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations.operation import PendingTicket
-from farandole.comm.named_ops.operations.request import Request, Ticket
+from farandole.comm.named_ops.operations import PendingTicket, Request, Ticket
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import CommError

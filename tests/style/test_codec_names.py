@@ -14,7 +14,7 @@ OTHER_WORDS = dict.fromkeys(
     [
         "cli/commands/bench/command",
         "core/vocabulary/config",
-        "parallel/recompute/select",
+        "parallel/recompute",
         "plan/cost/layout",
     ],
     "none",

@@ -14,8 +14,8 @@ GROUP_CALLS = {
 STORE_CALLS = {"add", "check", "compare_set", "delete_key", "get", "list_keys", "multi_get", "set", "wait"}
 LEFT_TO_TORCH = {
     "bench": "its jobs end with torch's own error",
-    "parallel/instrument/ddp_buckets": "a hook of stock DDP: its errors are torch's",
-    "comm/collectives/backend": "what its callers wrap",
+    "parallel/instrument/training_facts": "a hook of stock DDP: its errors are torch's",
+    "comm/collectives": "what its callers wrap",
     "comm/world/rendezvous": "before there is a world; `world` wraps the rest",
 }
 

@@ -26,7 +26,7 @@ from .shard_file import digest
 from .verify import damaged_piece, require_file, require_header
 
 
-# Weights that are stored in few bits, decoded without torch: the form of `parallel.frozen.block_codes`.
+# Weights that are stored in few bits, decoded without torch: the form of `parallel.frozen.frozen_weight`.
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
     """A tensor that a checkpoint stores as packed numbers and scales, and an export as float32."""

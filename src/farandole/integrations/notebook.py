@@ -27,7 +27,7 @@ from typing import Any
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, LaunchError
 from ..core.vocabulary.suggestions import install_command
-from ..launch.function_job.run_job import JobEnd, read_results, run_job, write_function
+from ..launch.function_job import JobEnd, read_results, run_job, write_function
 
 
 class NotebookJobFailed(LaunchError):

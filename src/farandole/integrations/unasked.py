@@ -42,8 +42,8 @@ from ..core.environ.env import read_elastic_settings, read_run_settings, recordi
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, TRAINER, Setup
 from ..core.vocabulary.notice import write_notice
-from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
+from ..parallel.instrument.training_facts import watch_buckets
 from ..train.data.loader_watch import watch_loaders
 from ..train.record import note_wrapper, watch_units, wrapper_of
 from ..train.session import init, shutdown

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.autotune.autotuner import Autotuner
-from ..comm.collectives.broadcast import broadcast_optimizer, broadcast_tensors
+from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.accelerators import device_of
@@ -31,37 +31,32 @@ from ..core.vocabulary.sync_spec import SyncSpec
 from .data.balance import ask_balance
 from .data.batch_norm import convert_sync_batchnorm
 from .data.buffers import BufferSync
-from .data.model_changes import ModelGuard, shared_with
-from .data.model_order import class_of, compare_models
+from .data.model_changes import ModelGuard, class_of, compare_models, shared_with
 from .data.refuse_models import refuse_renormed, refuse_strangers, refuse_wrong_kinds
 from .data.whole_state import guard_state_dicts
 from .divide import check_division, divide_model
 from .expert.reducer import make_expert_reducer, shared_parameters
 from .frozen.encode_model import encode_frozen, stored_tensors
-from .instrument.phase_hooks import end_steps_with, watch_model, watch_optimizer
-from .instrument.policy_hook import PolicyHook
-from .instrument.predicted_facts import PredictedFacts
+from .instrument.phase_hooks import PolicyHook, end_steps_with, watch_model, watch_optimizer
+from .instrument.training_facts import PredictedFacts
 from .mesh import Mesh, make_mesh
 from .optim.bf16_parameters import narrow_parameters, round_steps, widen_parameters
 from .optim.disk_states import reserve_states
 from .optim.one_bit_adam import OneBitAdam
 from .optim.other_optimizers import OtherOptimizers
-from .optim.scaler_watch import ScalerWatch
 from .optim.several_exchanges import SeveralExchanges
-from .optim.step_hooks import BeforeStep, Clipping, StepExchange
+from .optim.step_hooks import BeforeStep, Clipping, ScalerWatch, StepExchange
 from .optim.sync_policy import MakePolicy, SyncPolicy
 from .pipeline.apply import apply_pipeline, parameters_here, saved_elsewhere
 from .precision.passes import LowerPrecision, prepare_precision, start_precision, stop_precision
-from .recompute.recomputed import start_recomputing, stop_recomputing
-from .recompute.select import modules_to_recompute
+from .recompute import modules_to_recompute, start_recomputing, stop_recomputing
 from .refuse_optimizers import refuse_codecs_and_optimizers, refuse_one_bit_adam
 from .tensor.sequence import put_first
 from .train_schedule import begin_schedule, end_schedule
 from .zero.fsdp.passes import ShardedModel
 from .zero.fsdp.shard import shard_parameters
 from .zero.mesh import init_mesh, shard_shape
-from .zero.sharded_step import ShardedStep
-from .zero.weight_residuals import note_steps
+from .zero.sharded_step import ShardedStep, note_steps
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741

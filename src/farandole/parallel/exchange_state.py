@@ -75,7 +75,7 @@ def residual_layout(model: nn.Module) -> str:
     kind = "rows" if plan.zero else "elements"
     if plan.route == "flat":
         return f"{kind}, flat"
-    # See `comm.routes.device_route`: on accelerators codecs go by slices of hosts.
+    # See `comm.routes`: on accelerators codecs go by slices of hosts.
     is_sliced = has_streams(device_of(list(model.parameters())))
     return ("slices of " if is_sliced else "") + (
         f"{kind}, {plan.route}, hosts {here.node_count} x {here.local_size}, buckets {plan.first_bucket_bytes} "

@@ -20,7 +20,7 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import Plan
-from .optim.nested_step import is_nested_step
+from .optim.step_hooks import is_nested_step
 
 
 class _Progress:

@@ -9,8 +9,16 @@ from typing import Any, NamedTuple
 
 from ..core.vocabulary.units import format_bytes
 from .memory import MemoryByCategory, ModelFacts, Setting
-from .memory_advice import MOST_RANKS, least_possible, rank_counts_of, remedies, smallest_of
-from .memory_table import Choice, MemoryRow, rows_of
+from .memory_advice import (
+    MOST_RANKS,
+    Choice,
+    MemoryRow,
+    least_possible,
+    rank_counts_of,
+    remedies,
+    rows_of,
+    smallest_of,
+)
 
 Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
 """What makes a text of a head and rows."""

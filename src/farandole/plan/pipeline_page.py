@@ -7,10 +7,15 @@ from typing import Any
 
 from ..core.schedule.actions import Schedule
 from ..core.schedule.build import build_schedule
-from ..core.schedule.draw import draw_grid, draw_svg
-from ..core.schedule.in_a_row import BatchesInARow
-from ..core.schedule.simulate import Simulation, StageTimes, simulate
-from ..core.schedule.validate import in_flight
+from ..core.schedule.simulate import (
+    BatchesInARow,
+    Simulation,
+    StageTimes,
+    draw_grid,
+    draw_svg,
+    in_flight,
+    simulate,
+)
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.units import format_share

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.codecs.codec import is_finite
 from ..comm.codecs.eligibility import can_have
-from ..comm.codecs.finite import is_finite
-from ..comm.messages.element_bytes import bytes_of
-from ..comm.routes.route import Route, connect_route
+from ..comm.messages import bytes_of
+from ..comm.routes import Route, connect_route
 from ..comm.sessions.session import CodecSession
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
-from ..core.step_model.comm_cost import ring_factor
+from ..core.step_model.link import ring_factor
 from ..core.vocabulary.codec_spec import CodecSpec
 from ..core.vocabulary.errors import Mismatch
 from ..core.vocabulary.spec import Plan

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm.codecs.finite import is_finite
-from ..comm.device.other_thread import OtherThread
+from ..comm.codecs.codec import is_finite
+from ..comm.device.streams import OtherThread
 from ..comm.reducer.options import ExtraTensors
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World

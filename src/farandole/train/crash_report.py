@@ -16,10 +16,9 @@ from typing import Any
 
 from ..comm.world.world import has_world, world
 from ..core.environ.env import read_elastic_settings
-from ..core.failures.backend_texts import is_peer_lost
+from ..core.failures import is_peer_lost
 from ..core.host.process_status import memory_limit
-from ..core.host.stacks import StackWriter
-from ..core.host.uncaught import hook_before
+from ..core.host.stacks import StackWriter, hook_before
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.notice import write_notice

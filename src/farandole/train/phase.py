@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Phase
-from .stall.open_phases import open_phases
+from .stall.watcher import open_phases
 
 LONGEST_NAME = 80
 

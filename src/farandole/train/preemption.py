@@ -25,7 +25,7 @@ from ..comm.world.comm_errors import translated
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.notice import write_notice
-from .data.spared_workers import spare_all_workers
+from .data.worker_cores import spare_all_workers
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)
 _SAME_SECONDS = 5.0

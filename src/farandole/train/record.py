@@ -27,11 +27,11 @@ from ..core.vocabulary.errors import FarandoleError
 from ..core.vocabulary.events import FSDP2, SETUP_WRAPPER, WRAPPERS, Setup
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
-from ..launch.start.unrecorded import vain_plan
+from ..launch.start.request import vain_plan
 from ..parallel.apply import distributed_models
 from ..parallel.data.model_changes import shared_with
-from ..parallel.instrument.ddp_buckets import watch_buckets
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
+from ..parallel.instrument.training_facts import watch_buckets
 from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
 from .data.loader import ShardedLoader
 from .data.loader_watch import time_iteration, watch_loaders

@@ -27,25 +27,23 @@ from ..core.environ.job_plan import resolve_plan
 from ..core.environ.tune_settings import read_tune_settings
 from ..core.host.heap import give_back_freed_memory, keep_freed_memory
 from ..core.host.process_status import raise_descriptor_limit
-from ..core.host.uncaught import report_uncaught_errors
+from ..core.host.stacks import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Started
 from ..observe.record.event_writer import EventWriter
-from ..observe.record.garbage import GarbageWatch
-from ..observe.record.host_sampler import HostSampling
+from ..observe.record.host_sampler import GarbageWatch, HostSampling
 from ..observe.record.progress import Fanout, MetricsWriter, TerminalProgress
 from ..observe.record.traffic_watch import TrafficWatch
-from ..parallel.instrument.device_figures import figures_of
-from ..parallel.instrument.predicted_facts import peak_of
+from ..parallel.instrument.device_marks import figures_of
 from ..parallel.instrument.saving_watch import watch_saving
-from ..parallel.instrument.training_facts import watch_facts
-from .balance.balancer import OpenBalancer
+from ..parallel.instrument.training_facts import peak_of, watch_facts
+from .balance import OpenBalancer
 from .clock_sync import ClockSync, clock_name
 from .crash_report import CrashReport
-from .elastic.elastic_worker import member
+from .elastic import member
 from .guards.equal_models import EqualModels
-from .guards.same_batch import FirstBatch
+from .guards.same_data import FirstBatch
 from .guards.undistributed import UndistributedWatch
 from .metrics.trackers import LogWith, Trackers
 from .stall.watcher import StallWatcher

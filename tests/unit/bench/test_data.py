@@ -15,8 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.bench.data.idx import load_idx_images, read_idx
-from farandole.bench.data.text import load_text
+from farandole.bench.data import load_idx_images, load_text, read_idx
 from farandole.core.vocabulary.errors import DataError
 
 FASHION = Path("/usr/share/datasets/fashion-mnist")

@@ -23,7 +23,7 @@ from farandole.bench.cluster.figures import (
 from farandole.bench.cluster.page import format_changes, format_cluster
 from farandole.bench.cluster.rounds import LEAST_ROUNDS, MOST_ROUNDS, Case, affordable, sample
 from farandole.comm.world.world import World
-from farandole.core.cluster.collective import collective_work
+from farandole.core.cluster.cluster import collective_work
 from farandole.core.cluster.compare import compare_clusters
 from farandole.core.cluster.limits import check_cluster
 from farandole.train.analysis.flops import flops_of

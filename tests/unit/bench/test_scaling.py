@@ -19,9 +19,16 @@ from farandole.bench.measure.intervals import nested_interval, nested_ratio
 from farandole.bench.measure.machine import busy_note, has_16_bits, machine_facts, machine_line
 from farandole.bench.measure.warmup_detection import drifts, settle
 from farandole.bench.scaling import scaling
-from farandole.bench.scaling.cases import ScalingCase, make_cases, read_changes, read_sizes
-from farandole.bench.scaling.run import MeasuredRun, read_measured
-from farandole.bench.scaling.scaling import compare, to_words
+from farandole.bench.scaling.scaling import (
+    MeasuredRun,
+    ScalingCase,
+    compare,
+    make_cases,
+    read_changes,
+    read_measured,
+    read_sizes,
+    to_words,
+)
 from farandole.bench.scaling.table import chart, format_scaling, write_html
 from farandole.core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from tests.unit.cli.test_cli import call

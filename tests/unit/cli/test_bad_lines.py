@@ -13,7 +13,7 @@ import pytest
 from farandole.cli.main import run
 from farandole.core.host.sanitize import plain, quoted
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.job.host_list import HostSlots, parse_hostfile, read_hostfile
+from farandole.launch.job.hosts import HostSlots, parse_hostfile, read_hostfile
 from tests.line_fuzz import yaml_bomb
 
 DRY = ["run", "--dry-run"]

@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-from farandole.bench.codecs.table import format_codecs
+from farandole.bench.codecs import format_codecs
 from farandole.bench.collectives.collectives import format_collectives
 from farandole.bench.collectives.route import OPERATIONS
 from farandole.bench.collectives.routes import ROUTES
-from farandole.bench.measure.intervals import median_interval, paired_ratio
-from farandole.bench.measure.link import bound_seconds, least_bytes, sent_bytes
-from farandole.bench.measure.table import format_table
-from farandole.bench.step.contender_names import (
-    check_contender,
-    expand,
-    plan_of,
-    read_contenders,
-    settings_of,
+from farandole.bench.measure.intervals import (
+    bound_seconds,
+    format_table,
+    least_bytes,
+    median_interval,
+    paired_ratio,
+    sent_bytes,
 )
 from farandole.bench.step.step import compare, format_step
+from farandole.bench.step.workloads import check_contender, expand, plan_of, read_contenders, settings_of
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from tests.unit.cli.test_cli import call

@@ -21,7 +21,7 @@ from farandole.cli.main import COMMANDS, run
 from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
 from farandole.core.vocabulary.spec import Plan
-from farandole.launch.start import command
+from farandole.launch.start import request as command
 from farandole.launch.start.placing import place_job
 from farandole.launch.start.request import JobRequest
 from farandole.launch.supervise import ranks

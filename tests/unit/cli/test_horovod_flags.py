@@ -21,7 +21,7 @@ from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.elastic.options import ElasticOptions
-from farandole.launch.job.host_list import HostSlots
+from farandole.launch.job.hosts import HostSlots
 
 
 def parse(*words: str) -> argparse.Namespace:

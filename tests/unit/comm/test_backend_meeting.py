@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm.backend.meeting import meet
+from farandole.comm.backend.create import meet
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import Mismatch, Stalled
 

@@ -10,18 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm.autotune.probe_request import ProbeRequest
+from farandole.comm.autotune.probe import ProbeRequest
+from farandole.comm.buckets.bucket import MARKS, DenseBucket, SparseBucket
 from farandole.comm.buckets.bucket_set import BucketSet
-from farandole.comm.buckets.carry_over import CarryOver
-from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.dense_bucket import DenseBucket
-from farandole.comm.buckets.sparse_bucket import SparseBucket
-from farandole.comm.buckets.step_marks import MARKS
+from farandole.comm.buckets.coded_bucket import CarryOver, CodedBucket
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.gradients.grad_ownership import FlatGradients
 from farandole.comm.gradients.parameters import layout_of
 from farandole.comm.reducer.in_flight import BucketTimer
-from farandole.comm.routes.route import Route
+from farandole.comm.routes import Route
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.core.vocabulary.codec_spec import CodecSpec

@@ -8,8 +8,7 @@ import weakref
 
 import torch
 
-from farandole.comm.backend.calls.call_queue import CallQueue, QueuedCall
-from farandole.comm.backend.calls.work import GroupWork
+from farandole.comm.backend.calls import CallQueue, GroupWork, QueuedCall
 
 
 def test_who_has_waited_alone_holds_the_tensor() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from farandole.comm.transport import callers
-from farandole.comm.transport.callers import Callers
+from farandole.comm.transport import connect as callers
+from farandole.comm.transport.connect import Callers
 
 HELLO = b"a hello of 22 letters."
 

@@ -9,11 +9,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from farandole.comm.messages.message import GroupRank
+from farandole.comm.messages import GroupRank
 from farandole.comm.named_ops.data import data_plane as codec_states
 from farandole.comm.named_ops.data.data_plane import StatesByName
-from farandole.comm.named_ops.operations.operation import Operation
-from farandole.comm.named_ops.operations.request import is_unnamed
+from farandole.comm.named_ops.operations import Operation, is_unnamed
 from farandole.comm.sessions.units import UnitStates
 
 PAIR = GroupRank(0, 2)

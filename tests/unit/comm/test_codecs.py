@@ -16,13 +16,20 @@ from hypothesis import strategies as st
 
 from farandole.comm.codecs.codec import Codec, leaves
 from farandole.comm.codecs.error_feedback import ErrorFeedback
-from farandole.comm.codecs.index_coding import Positions
 from farandole.comm.codecs.powersgd import PowerSGD
 from farandole.comm.codecs.registry import bare_codec, make_codec
-from farandole.comm.codecs.topk import exact_top, sampled_top
-from farandole.comm.messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
-from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
-from farandole.comm.messages.simulator import Rounds, SimulationResult, simulate
+from farandole.comm.codecs.topk import Positions, exact_top, sampled_top
+from farandole.comm.messages import (
+    Encoded,
+    Encoding,
+    GroupRank,
+    Message,
+    Rounds,
+    SimulationResult,
+    recursive_doubling,
+    reduce_scatter_all_gather,
+    simulate,
+)
 from farandole.comm.sessions.units import fuse
 from farandole.core.step_model.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays

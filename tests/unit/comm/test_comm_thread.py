@@ -12,9 +12,9 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.messages.message import Message
+from farandole.comm.messages import Message
 from farandole.comm.transport.comm_thread import BucketWork, CommThread
-from farandole.comm.transport.connection import Connection
+from farandole.comm.transport.connect import Connection
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Peers, Transport
 from farandole.comm.world.world import World

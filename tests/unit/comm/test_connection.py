@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from farandole.comm.transport.connection import Connection
+from farandole.comm.transport.connect import Connection
 
 FRAMES = [(7, b"seven"), (8, b""), (9, b"nine" * 5)]
 HEADER = struct.Struct("<QQ")

@@ -12,7 +12,7 @@ import torch
 from farandole.comm.autotune import on_device, probe
 from farandole.comm.autotune.on_device import DeviceMeasures
 from farandole.comm.autotune.profile import PassTimings
-from farandole.comm.messages.message import GroupRank, Message
+from farandole.comm.messages import GroupRank, Message
 
 
 def measures(seconds: list[float], ranks: int = 4, parameters: int = 3) -> DeviceMeasures:

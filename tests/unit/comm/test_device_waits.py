@@ -15,16 +15,15 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from farandole.comm.autotune.probe_request import ProbeRequest
-from farandole.comm.buckets.bucket import Bucket
-from farandole.comm.buckets.dense_bucket import DenseBucket
-from farandole.comm.buckets.device_coded_bucket import DeviceCodedBucket
-from farandole.comm.codecs.index_coding import Positions
+from farandole.comm.autotune.probe import ProbeRequest
+from farandole.comm.buckets.bucket import Bucket, DenseBucket
+from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs.registry import make_codec, runs_on_devices
+from farandole.comm.codecs.topk import Positions
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.gradients.parameters import layout_of
-from farandole.comm.messages.message import Message, received_shape
-from farandole.comm.routes.route import Route
+from farandole.comm.messages import Message, received_shape
+from farandole.comm.routes import Route
 from farandole.comm.transport import stream_conductor
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.stream_conductor import StreamConductor

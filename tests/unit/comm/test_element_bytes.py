@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.comm.messages.element_bytes import bytes_of
+from farandole.comm.messages import bytes_of
 
 
 @pytest.mark.parametrize(

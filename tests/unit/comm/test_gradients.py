@@ -8,8 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.gradients.grad_ownership import lie_as_parameters, zero_missing_grads
-from farandole.comm.gradients.local_accumulation import LocalAccumulation
+from farandole.comm.gradients.grad_ownership import LocalAccumulation, lie_as_parameters, zero_missing_grads
 from farandole.comm.gradients.parameters import (
     describe_parameter,
     layout_of,

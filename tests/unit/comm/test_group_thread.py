@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm.messages.message import GroupRank
+from farandole.comm.messages import GroupRank
 from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_pieces
 from farandole.comm.transport.rank_group import PieceExchange
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.comm.named_ops.data.inline import SMALL_BYTES, is_small
-from farandole.comm.named_ops.operations.signature import Signature
+from farandole.comm.named_ops.operations import Signature
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,9 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.matching.matcher import Announcement, Match, Matcher
-from farandole.comm.named_ops.matching.mismatch import disagreement
-from farandole.comm.named_ops.operations.signature import Signature
+from farandole.comm.named_ops.matching.matcher import Announcement, Match, Matcher, disagreement
+from farandole.comm.named_ops.operations import Signature
 
 
 @dataclass(eq=False)

@@ -7,22 +7,26 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.comm.codecs.codec import is_finite, without_overflow
 from farandole.comm.codecs.error_feedback import FeedbackState, MomentumState
 from farandole.comm.codecs.exact import Exact
-from farandole.comm.codecs.finite import is_finite, without_overflow
 from farandole.comm.codecs.quantize import Draws
-from farandole.comm.messages.all_reduce import ONE_ROUND_BYTES, add_rows, reduce_scatter_all_gather
-from farandole.comm.messages.message import (
+from farandole.comm.messages import (
+    ONE_ROUND_BYTES,
     Encoded,
     Encoding,
     Exchanged,
     GroupRank,
     Message,
+    SimulationResult,
+    add_rows,
+    as_encoding,
     check,
     received_shape,
+    reduce_scatter_all_gather,
+    simulate,
     sources_and_targets,
 )
-from farandole.comm.messages.simulator import SimulationResult, as_encoding, simulate
 
 SIZES = [1, 2, 3, 5]
 

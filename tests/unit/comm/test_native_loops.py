@@ -15,8 +15,7 @@ from farandole.comm.codecs.codec import leaves
 from farandole.comm.codecs.error_feedback import FeedbackState
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import CodecInstance, make_codec
-from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
-from farandole.comm.messages.simulator import as_encoding, simulate
+from farandole.comm.messages import Encoded, Encoding, GroupRank, Message, as_encoding, simulate
 from farandole.comm.native import build
 from farandole.comm.native import kernels as loops_module
 from farandole.comm.native.kernels import Kernels, loops

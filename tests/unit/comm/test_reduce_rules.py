@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.comm.messages.reduce_rules import accumulates_in_fp32, sum_into
+from farandole.comm.messages import accumulates_in_fp32, sum_into
 
 ADDED = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int8, torch.int64,

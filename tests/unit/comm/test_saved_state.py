@@ -10,7 +10,7 @@ import torch
 
 from farandole.comm.codecs.codec import leaves
 from farandole.comm.codecs.registry import CodecInstance, make_codec
-from farandole.comm.messages.message import GroupRank
+from farandole.comm.messages import GroupRank
 from farandole.comm.sessions import saved_state
 from farandole.comm.sessions.saved_state import check, common_part, export, merge, restore
 from farandole.comm.sessions.units import CodedFlat, FlatPart

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 
-from farandole.comm.messages.message import Message
+from farandole.comm.messages import Message
 from farandole.comm.transport import staged_conductor
 from farandole.comm.transport.comm_thread import SegmentWork
 from farandole.comm.transport.rank_group import RankGroup

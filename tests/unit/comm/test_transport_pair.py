@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.messages.message import Message, Reduction
+from farandole.comm.messages import Message, Reduction
 from farandole.comm.transport import comm_thread
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
 from farandole.comm.transport.rank_group import PieceExchange, RankGroup

@@ -10,8 +10,7 @@ import torch
 
 from farandole.comm.codecs.codec import leaves
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.messages.message import Encoded, Encoding, GroupRank, Message
-from farandole.comm.messages.simulator import simulate
+from farandole.comm.messages import Encoded, Encoding, GroupRank, Message, simulate
 from farandole.comm.sessions.units import CodedFlat, FlatPart, UnitStates, fuse
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.core.vocabulary.codec_spec import CodecSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.core.failures.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
+from farandole.core.failures import first_line, is_peer_lost, is_timeout, waited_seconds
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ import pytest
 from farandole.cli.main import run
 from farandole.core.schedule.actions import Action
 from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.in_a_row import BatchesInARow
-from farandole.core.schedule.simulate import StageTimes, simulate
-from farandole.core.schedule.validate import in_flight
+from farandole.core.schedule.simulate import BatchesInARow, StageTimes, in_flight, simulate
 from farandole.core.vocabulary.degrees import Degrees
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan

@@ -11,14 +11,15 @@ from farandole.core.cluster.cluster import (
     OPERATIONS,
     Cluster,
     CodecCost,
+    Coefficient,
     CollectiveCost,
+    CollectiveWork,
     ComputeRate,
     Device,
     Tier,
+    collective_work,
 )
 from farandole.core.cluster.cluster_file import read_cluster, write_cluster
-from farandole.core.cluster.coefficient import Coefficient
-from farandole.core.cluster.collective import CollectiveWork, collective_work
 from farandole.core.cluster.compare import compare_clusters, figures_of, is_changed
 from farandole.core.cluster.encode import number_text
 from farandole.core.vocabulary.errors import ConfigError

@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from farandole.core.cluster.cluster import with_ranks
 from farandole.core.cluster.cluster_file import read_cluster, write_cluster
 from farandole.core.cluster.compare import figures_of
-from farandole.core.cluster.find import find_cluster
 from farandole.core.cluster.limits import check_cluster
-from farandole.core.cluster.preset_tables import DEVICES, NETWORKS
-from farandole.core.cluster.presets import preset_cluster
-from farandole.core.cluster.resize import with_ranks
+from farandole.core.cluster.presets import DEVICES, NETWORKS, find_cluster, preset_cluster
 from farandole.core.vocabulary.errors import ConfigError
 
 

@@ -9,14 +9,16 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.bench.measure.link import least_bytes
-from farandole.core.step_model.comm_cost import (
+from farandole.bench.measure.intervals import least_bytes
+from farandole.core.step_model.link import (
+    LinkModel,
     communication_seconds,
+    fit_link,
     ring_bytes,
     ring_factor,
     ring_sent_bytes,
+    sum_seconds,
 )
-from farandole.core.step_model.link import LinkModel, fit_link, sum_seconds
 
 
 def test_worked_examples() -> None:
@@ -65,7 +67,7 @@ def test_the_rings_factor_is_written_once() -> None:
         for path in root.rglob("*.py")
         if any(_FACTOR.search(line) for line in path.read_text().splitlines())
     }
-    assert found == {"core/step_model/comm_cost.py"}
+    assert found == {"core/step_model/link.py"}
 
 
 def test_of_exchanges_that_take_as_long_whatever_they_send_all_is_latency() -> None:

@@ -215,8 +215,7 @@ def test_a_restart_of_torchrun_is_a_generation() -> None:
 
 
 def test_ranks_of_a_node() -> None:
-    from farandole.launch.job.cores import bind_ranks
-    from farandole.launch.job.node_ranks import node_places, ranks_per_node
+    from farandole.launch.job.placement import bind_ranks, node_places, ranks_per_node
 
     node = NodeInfo("dstack", 1, 2, "10.0.0.1", 29500, slots=2)
     assert (ranks_per_node(node, None), ranks_per_node(node, 8)) == (2, 4)

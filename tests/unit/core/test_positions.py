@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.failures.positions import Kind, Position, describe, judge, read_positions, remedy
+from farandole.core.failures import Kind, Position, describe, judge, read_positions, remedy
 from farandole.core.vocabulary.run_files import position_path, write_private
 
 MEAN = Position(0, 5, "waiting", "hang.py:5", "fd.mean")

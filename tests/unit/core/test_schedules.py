@@ -11,13 +11,9 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.schedule.actions import Action, Schedule
-from farandole.core.schedule.bubble import bubble_seconds
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.draw import draw_grid
-from farandole.core.schedule.partition import LayerCost, partition
-from farandole.core.schedule.simulate import StageTimes, simulate
-from farandole.core.schedule.validate import in_flight, validate
+from farandole.core.schedule.actions import Action, Schedule, bubble_seconds
+from farandole.core.schedule.build import LayerCost, build_schedule, partition
+from farandole.core.schedule.simulate import StageTimes, draw_grid, in_flight, simulate, validate
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan

@@ -12,15 +12,17 @@ from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
 from farandole.core.step_model.local_steps import predict_local_steps
 from farandole.core.step_model.prediction import (
+    BucketLoad,
     CodecSpeed,
     Gradient,
     StepProfile,
     buckets_of,
     loads_of,
     predict_step,
+    rebucket,
+    replay_buckets,
     slowest_speed,
 )
-from farandole.core.step_model.replay import BucketLoad, rebucket, replay_buckets
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
 LINK = LinkModel(bytes_per_second=100.0, latency_seconds=0.5)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from farandole.comm.named_ops.operations.request import Travel
+from farandole.comm.named_ops.operations import Travel
 from farandole.comm.world.session import Session
 from farandole.core.vocabulary import events
 from farandole.core.vocabulary.events import BucketFacts, BucketTimes, Event, Exchange, Phase, Started
@@ -22,7 +22,7 @@ from farandole.observe.format.rows import StepRow
 from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.step_builder import StepBuilder
-from farandole.train.stall.open_phases import open_phases
+from farandole.train.stall.watcher import open_phases
 
 FACTS = (BucketFacts(4000, "none", ("kernel", "bias")),)
 

@@ -23,8 +23,7 @@ from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target
 from farandole.launch.doctor.probe.examine import examine, pair_rounds
 from farandole.launch.doctor.probe.link_probe import Listener, call, rate_of
 from farandole.launch.doctor.probe.probe import Answers
-from farandole.launch.job.host_list import HostSlots
-from farandole.launch.job.hosts import HostFinder
+from farandole.launch.job.hosts import HostFinder, HostSlots
 from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
 from farandole.version import VERSION
 

@@ -14,7 +14,7 @@ from farandole.core.environ.env import ElasticSettings
 from farandole.core.vocabulary.errors import LaunchError
 from farandole.core.wire.framing import FrameError
 from farandole.launch.elastic import channel, control
-from farandole.train.elastic.control_connection import ControlConnection
+from farandole.train.elastic import ControlConnection
 
 KEY = b"k" * 32
 

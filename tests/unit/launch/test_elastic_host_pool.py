@@ -17,12 +17,11 @@ from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.this_machine import LocalHostPool
 from farandole.launch.elastic.worker_host import WorkerHost
 from farandole.launch.job.contract import JobSpec
-from farandole.launch.job.host_list import HostSlots
-from farandole.launch.job.hosts import Host, HostFinder
-from farandole.launch.ssh.host_pool import SshHostPool
+from farandole.launch.job.hosts import Host, HostFinder, HostSlots
+from farandole.launch.ssh.elastic_host import SshHostPool
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
+from farandole.launch.ssh.link.protocol import own_versions
 from farandole.launch.ssh.link.remote_shell import HostSetup
-from farandole.launch.ssh.link.versions import own_versions
 from farandole.launch.ssh.remote_job import RemoteJobSpec
 from farandole.launch.supervise.failure import Exit
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from farandole.launch.elastic.links import LinkFaults
-from farandole.train.elastic import elastic_worker
-from farandole.train.elastic.elastic_worker import MOST_CALLS, ElasticWorker, unreachable
+from farandole.train import elastic as elastic_worker
+from farandole.train.elastic import MOST_CALLS, ElasticWorker, unreachable
 from tests.unit.launch.test_elastic_roster import Job
 
 ORDER = {"a": (0, 0), "b": (0, 1), "c": (0, 2)}

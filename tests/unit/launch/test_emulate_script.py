@@ -18,8 +18,8 @@ from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.emulate import network
 from farandole.launch.emulate.namespace_holder import NamespaceHolder
 from farandole.launch.emulate.network import Network, check_shape, describe_rate
-from farandole.launch.emulate.script import LinkChange, parse_script
-from farandole.launch.job.emulated_hosts import HostNamespaces, entering, read_namespaces, write_hosts
+from farandole.launch.emulate.session import LinkChange, parse_script
+from farandole.launch.job.hosts import HostNamespaces, entering, read_namespaces, write_hosts
 
 HOSTS = [HostNamespaces("host0", "10.0.0.1", 2, "eth0", 11), HostNamespaces("host1", "10.0.0.2", 1, "eth0", 12)]
 

@@ -11,8 +11,8 @@ import time
 import pytest
 
 from farandole.launch.ssh.link.frames import SILENCE_SECONDS
-from farandole.launch.supervise.failure_detector import FailureDetector
 from farandole.launch.supervise.reaper import Reaper
+from farandole.launch.supervise.stopped_process import FailureDetector
 
 
 def hear(patience: FailureDetector, *times: float) -> FailureDetector:

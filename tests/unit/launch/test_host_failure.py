@@ -18,9 +18,8 @@ from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.ssh.link.host_failure import why_hung_up
 from farandole.launch.ssh.link.remote_shell import HostSetup
 from farandole.launch.ssh.root_cause import Loss, find_cause
-from farandole.launch.supervise.failure import Exit
-from farandole.launch.supervise.failure_detector import OwnPauses
-from farandole.launch.supervise.usual_causes import remedy_of
+from farandole.launch.supervise.failure import Exit, remedy_of
+from farandole.launch.supervise.stopped_process import OwnPauses
 
 
 @dataclass

@@ -11,9 +11,20 @@ from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.job.emulated_hosts import HostNamespaces
-from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts, read_hostfile, select_hosts
-from farandole.launch.job.hosts import EmulatedHost, HostFinder, LocalHost, SshHost, need_ssh, rendezvous_address
+from farandole.launch.job.hosts import (
+    EmulatedHost,
+    HostFinder,
+    HostNamespaces,
+    HostSlots,
+    LocalHost,
+    SshHost,
+    need_ssh,
+    parse_hostfile,
+    parse_hosts,
+    read_hostfile,
+    rendezvous_address,
+    select_hosts,
+)
 from farandole.launch.job.placement import assign_ranks
 
 HOST_FILE = """\

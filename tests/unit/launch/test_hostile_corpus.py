@@ -11,7 +11,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.wire.framing import FrameError
-from farandole.launch.job.host_list import HostSlots, parse_hostfile, parse_hosts
+from farandole.launch.job.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.job.variables import forwarded_variables
 from farandole.launch.schedulers import mpi, slurm
 from farandole.launch.schedulers.submission import SubmitSpec

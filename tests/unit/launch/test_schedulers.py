@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.core.host.process_status import catches
-from farandole.launch.schedulers.yaml_text import to_yaml
+from farandole.launch.schedulers.kubernetes import to_yaml
 from farandole.launch.supervise.job_loop import ENDING, handling
 from tests.unit.cli.test_cli import call
 

@@ -21,7 +21,7 @@ from farandole.launch.ssh.agent.files import FileTaker, file_frames
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.link.host_failure import explain, explain_loss
 from farandole.launch.ssh.link.host_link import HostLink
-from farandole.launch.ssh.link.protocol import pack_job, pack_places, unpack_job, unpack_place
+from farandole.launch.ssh.link.protocol import differences, pack_job, pack_places, unpack_job, unpack_place
 from farandole.launch.ssh.link.remote_shell import (
     REMOTE_COMMAND,
     HostSetup,
@@ -29,7 +29,6 @@ from farandole.launch.ssh.link.remote_shell import (
     check_name,
     ssh_command,
 )
-from farandole.launch.ssh.link.versions import differences
 from farandole.launch.ssh.remote_job import RemoteJobSpec
 from tests.hostile import hostile_texts
 

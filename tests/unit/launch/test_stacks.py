@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from farandole.core.failures.positions import Position
+from farandole.core.failures import Position
 from farandole.core.vocabulary.run_files import Crash, position_path, stacks_path
 from farandole.launch.supervise.failure import Exit, find_failure, is_hang
 from farandole.launch.supervise.stacks import (

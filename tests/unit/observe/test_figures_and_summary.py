@@ -10,7 +10,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import DataError
 from farandole.observe.figures import figures
-from farandole.observe.figures.counted import warm_up
+from farandole.observe.figures.inexact import warm_up
 from farandole.observe.figures.summary import Summary, summarise, write_summary
 from tests.unit.observe.runs import make_run
 

@@ -23,8 +23,7 @@ from farandole.core.vocabulary.events import (
     WRAPPERS,
 )
 from farandole.observe.diagnose.facts.finding import Finding, Fix, Gain
-from farandole.observe.diagnose.facts.passes import held_passes
-from farandole.observe.diagnose.facts.step_table import StepTable
+from farandole.observe.diagnose.facts.step_table import StepTable, held_passes
 from farandole.observe.diagnose.finders.front_ends import in_words_of
 
 TENSORFLOW, KERAS, ON_TORCH = FRONT_ENDS

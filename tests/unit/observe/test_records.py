@@ -49,7 +49,8 @@ from farandole.observe.format.rows import StepRow
 from farandole.observe.read import timeline_reader
 from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
 from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record import host_sampler, other_work
+from farandole.observe.record import host_sampler
+from farandole.observe.record import host_sampler as other_work
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.host_sampler import HostSampling
 from farandole.observe.record.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder

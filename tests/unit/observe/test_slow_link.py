@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from farandole.core.step_model.link import LinkModel, fit_link
-from farandole.core.step_model.replay import BucketLoad
+from farandole.core.step_model.prediction import BucketLoad
 from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
 from farandole.observe.diagnose.finders import network
 from farandole.observe.figures.waits import WireTime
 from farandole.observe.format.rows import ExchangeRow, StepRow
 from farandole.observe.report.content import run as report_run
-from farandole.observe.report.content.links import table_of_links
+from farandole.observe.report.content.blocks import table_of_links
 from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, healthy, write_run
 

@@ -15,8 +15,7 @@ import pytest
 from farandole.core.vocabulary.units import parse_bytes
 from farandole.observe.diagnose import Diagnosis, Finding, compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import _is_set
-from farandole.observe.diagnose.facts.passes import bucket_bytes_of
-from farandole.observe.diagnose.facts.step_table import has_phases, make_step_table
+from farandole.observe.diagnose.facts.step_table import bucket_bytes_of, has_phases, make_step_table
 from farandole.observe.diagnose.finders.disjoint import make_disjoint, room_of, sources_of
 from farandole.observe.diagnose.finders.few_cores import with_first
 from farandole.observe.diagnose.finders.pauses import period_of

@@ -13,8 +13,8 @@ from farandole.comm.device.accelerator import DeviceMemory
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.events import Sample, StepDone
 from farandole.observe.record.host_sampler import HostSampling
-from farandole.parallel.instrument import device_figures
-from farandole.parallel.instrument.device_figures import figures_of
+from farandole.parallel.instrument import device_marks as device_figures
+from farandole.parallel.instrument.device_marks import figures_of
 
 MEMORY = DeviceMemory(free=30, total=100, reserved=60, allocated=50)
 

@@ -19,8 +19,7 @@ import farandole as fd
 from farandole.checkpoint.export import export_weights
 from farandole.core.vocabulary.errors import CheckpointError, ConfigError, PlanError
 from farandole.parallel.apply import undistribute
-from farandole.parallel.frozen.block_codes import decode_blocks, encode_blocks
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen.frozen_weight import FrozenWeight, decode_blocks, encode_blocks
 from farandole.train.checkpoint.formats.export import convert_checkpoint
 
 SHARE = {"int8": 0.27, "int4": 0.15}

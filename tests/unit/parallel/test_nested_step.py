@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.parallel.optim.nested_step import is_nested_step
+from farandole.parallel.optim.step_hooks import is_nested_step
 
 
 class Outer(torch.optim.SGD):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from farandole.parallel.pipeline.split_backward import backward_inputs
+from farandole.parallel.pipeline.stage import backward_inputs
 
 
 def run(order: list[int], garbage: list[object]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -8,7 +8,7 @@ import pytest
 
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.combinations import lossy_keys
-from farandole.plan.search.knobs import fixed_is_lossy, is_lossy
+from farandole.plan.search.space import fixed_is_lossy, is_lossy
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])

@@ -8,14 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.step_model.slowest import largest_normal
+from farandole.core.step_model.link import largest_normal
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.scale.failures import (
-    FailureModel,
-    best_interval,
-    goodput,
-    parse_every,
-)
+from farandole.plan.scale.scaling import FailureModel, best_interval, goodput, parse_every
 
 
 @pytest.mark.parametrize(

@@ -10,19 +10,26 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run as cli
+from farandole.core.cluster.cluster import Coefficient
 from farandole.core.cluster.cluster_file import write_cluster
-from farandole.core.cluster.coefficient import Coefficient
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.inputs import write_inputs
+from farandole.plan.answer.files import write_inputs
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile_file import write_profile
 from farandole.plan.scale.drawing import parts_of, to_html
-from farandole.plan.scale.failures import FailureModel, best_interval
 from farandole.plan.scale.page import to_mapping, to_text
-from farandole.plan.scale.request import ScaleRequest, parse_sizes, parse_slow_ranks
-from farandole.plan.scale.scaling import ScaleAnswer, simulate_scale, usual_batch
+from farandole.plan.scale.scaling import (
+    FailureModel,
+    ScaleAnswer,
+    ScaleRequest,
+    best_interval,
+    parse_sizes,
+    parse_slow_ranks,
+    simulate_scale,
+    usual_batch,
+)
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
 PROFILE = transformer(16, 256, 64, 8, 1000)

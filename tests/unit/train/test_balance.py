@@ -13,13 +13,19 @@ from itertools import product
 import pytest
 import torch
 
-from farandole.core.step_model.sample_shares import divide_samples, longest_seconds
+from farandole.core.step_model.prediction import divide_samples, longest_seconds
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.events import EVALUATION, DataWait, Event, Exchange, Phase, StepDone
 from farandole.core.vocabulary.spec import Plan
-from farandole.train.balance.compute_meter import ComputeMeter, ComputeTimes
-from farandole.train.balance.decision import ShareDecision, Window
-from farandole.train.balance.share_changes import Division, ShareChanges, is_share_state
+from farandole.train.balance import (
+    ComputeMeter,
+    ComputeTimes,
+    Division,
+    ShareChanges,
+    ShareDecision,
+    Window,
+    is_share_state,
+)
 from farandole.train.data.epoch_plan import EpochPlan, Order
 from farandole.train.data.partition import Partition
 from farandole.train.data.position import LoopPlace

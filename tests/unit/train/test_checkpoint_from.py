@@ -21,7 +21,7 @@ import farandole as fd
 from farandole.checkpoint.directory import saved_steps
 from farandole.checkpoint.verify import verify_checkpoint
 from farandole.cli.main import run
-from farandole.train.checkpoint import division
+from farandole.train.checkpoint import optimizers as division
 
 
 @pytest.fixture(autouse=True)

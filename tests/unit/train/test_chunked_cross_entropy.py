@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.train.verify.mean_counts import count_means
+from farandole.train.verify.joined import count_means
 
 
 def inputs(

@@ -12,7 +12,7 @@ from torch import nn
 from farandole.bench.models.cnn import SmallCNN
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
-from farandole.plan.answer.by_degrees import DividedModel
+from farandole.plan.answer.text import DividedModel
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES, Setting, memory_of
 from farandole.train.analysis.analyse import analyse
 from farandole.train.memory.probe import Question, probe

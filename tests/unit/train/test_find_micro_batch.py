@@ -16,8 +16,8 @@ from torch import nn
 import farandole as fd
 from farandole.cli.main import run
 from farandole.train.memory import search
+from farandole.train.memory.batches import zeros_of
 from farandole.train.memory.search import largest_that_fits, micro_batches, run_in_child
-from farandole.train.memory.shapes import zeros_of
 from farandole.train.memory.trial import TrialRequest, TrialResult
 
 HERE = "tests.unit.train.test_find_micro_batch"

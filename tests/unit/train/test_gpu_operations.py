@@ -12,9 +12,8 @@ from torch.nn import functional
 
 from farandole.comm.device.accelerator import gpu_count
 from farandole.train.memory import gpu_operations
-from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass
+from farandole.train.memory.fake_pass import LiveStorages, fake_mode, make_fake, run_pass
 from farandole.train.memory.gpu_operations import IN_FP32, operations_of
-from farandole.train.memory.live_storages import LiveStorages
 
 SAMPLES, HEADS, TOKENS, SIZE = 2, 4, 32, 16
 WIDTH = HEADS * SIZE

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
 import farandole as fd
-from farandole.train.data.length_buckets import Cut, LengthBuckets
-from farandole.train.data.lengths import agreed_lengths, read_lengths
+from farandole.train.data.length_buckets import Cut, LengthBuckets, agreed_lengths, read_lengths
 
 
 @given(

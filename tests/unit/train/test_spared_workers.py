@@ -15,7 +15,7 @@ import os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import farandole as fd
-from farandole.train.data.spared_workers import sparing_workers
+from farandole.train.data.worker_cores import sparing_workers
 
 def main():
     if sys.argv[1] == "its own handler":

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import farandole as fd
-from farandole.core.failures.positions import Position
+from farandole.core.failures import Position
 from farandole.core.vocabulary.spec import Plan
 from farandole.train.stall.call_stack import Stack, find_operation, find_pause, find_place, read_stack
 from farandole.train.stall.sampler import STILL_SAMPLES, Sampler
@@ -237,7 +237,7 @@ def test_what_an_interrupted_thread_does_is_not_where_it_stood(function: Any) ->
 
 
 def test_a_phase_is_open_inside_its_context_only() -> None:
-    from farandole.train.stall.open_phases import open_phases
+    from farandole.train.stall.watcher import open_phases
 
     here = fd.init(progress=False)
     try:

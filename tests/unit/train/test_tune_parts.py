@@ -14,7 +14,7 @@ from farandole.cli.commands.planner import tune
 from farandole.comm.autotune.look import Look
 from farandole.core.environ.env import TUNE, changed_environment
 from farandole.core.environ.tune_settings import SETTINGS, TuneSettings, read_tune_settings
-from farandole.core.step_model.exchange_keys import ExchangeKeys
+from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.step_model.link import LinkModel
 from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, PlanError

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import farandole as fd
 from farandole.train.data.ahead.told_later import LoopWait
-from farandole.train.prefetch.worker_choice import WorkerChoice
+from farandole.train.prefetch import WorkerChoice
 
 
 def iterate(choice: WorkerChoice, wait: float, rest: float, cpu: float = 0.0, steps: int = 30) -> int:

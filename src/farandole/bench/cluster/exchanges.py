@@ -24,8 +24,7 @@ from ...comm.host_memory.memory import Unavailable
 from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.cluster import OPERATIONS, CollectiveCost, Tier
-from ...core.cluster.collective import collective_work
+from ...core.cluster.cluster import OPERATIONS, CollectiveCost, Tier, collective_work
 from ...core.vocabulary.errors import ConfigError
 from ..collectives.own_routes import Connections, make_sums
 from .figures import SizedExchange, fit_cost

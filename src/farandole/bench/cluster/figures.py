@@ -8,8 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.cluster.cluster import CollectiveCost
-from ...core.cluster.coefficient import Coefficient
+from ...core.cluster.cluster import Coefficient, CollectiveCost
 from ...core.step_model.link import LinkModel, fit_link
 from ..measure.intervals import median_interval
 

@@ -16,25 +16,22 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.collective import collective_work
+from ...core.cluster.cluster import Cluster, collective_work
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, DataError, PlanError
 from ...core.vocabulary.predicted import STEP, TERMS
 from ...core.vocabulary.spec import Plan
-from ...observe.figures.counted import counted_steps
 from ...observe.figures.figures import mean
-from ...observe.figures.measured_terms import MeasuredTerm, measured_terms
-from ...observe.figures.prediction_check import predicted_of, why_no_test
+from ...observe.figures.inexact import counted_steps
+from ...observe.figures.prediction_check import MeasuredTerm, measured_terms, predicted_of, why_no_test
 from ...observe.figures.step_parts import StepParts, step_parts
 from ...observe.figures.waits import rows_by_step, wires_of
 from ...observe.format.rows import StepRow
 from ...observe.read.clock import are_comparable
 from ...observe.read.run_reader import RunRecords, read_run
 from ...observe.read.timeline_reader import RankTimeline
-from ...plan.held.figures import figures_below
-from ...plan.held.refit import LEAST_CHANGE, Observation, Refit, note_runs, refit
+from ...plan.refit import LEAST_CHANGE, Observation, Refit, figures_below, note_runs, refit
 
 LEAST_STEPS = 10
 _BLOCKS = 8

@@ -11,7 +11,7 @@ import torch
 from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.coefficient import Coefficient
+from ...core.cluster.cluster import Coefficient
 from .exchanges import SIZES, Run, elements_of
 from .figures import slowdown_figure
 from .rounds import LEAST_ROUNDS, MOST_ROUNDS, barrier

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ...core.cluster.cluster import Cluster, CodecCost
-from ...core.cluster.coefficient import Coefficient
+from ...core.cluster.cluster import Cluster, CodecCost, Coefficient
 from ...core.cluster.compare import FigureChange, is_changed
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
-from ..measure.table import format_table
+from ..measure.intervals import format_table
 
 _FREE_SECONDS_PER_BYTE = 1e-14
 """100 TB/s: what no memory gives."""

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.coefficient import Coefficient
+from ...core.cluster.cluster import Coefficient
 from .figures import rate_figure
 from .rounds import Case, affordable, sample, slowest
 

@@ -19,11 +19,10 @@ from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown
 from ..measure.machine import machine_facts
-from .budget import SHARES, PhaseBudget
-from .codecs import measure_codec_costs
-from .compute import measure_device
+from .compute import measure_codec_costs, measure_device
 from .exchanges import measure_tiers, open_tiers
 from .overlap import measure_overlap
+from .rounds import SHARES, PhaseBudget
 from .storage import measure_disk, measure_loader
 
 _OVER = 0.05

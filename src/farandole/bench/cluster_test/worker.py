@@ -24,7 +24,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...train.verify.verify import Check
 from ..collectives.own_routes import Connections, make_sums
-from ..data.text import load_text
+from ..data import load_text
 from ..models.language import LanguageModel
 from .collectives_check import cases, check, our_exchanges
 

@@ -8,10 +8,8 @@ from typing import Any
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from ...core.vocabulary.units import format_bytes, format_seconds
-from ..measure.intervals import median_interval, paired_ratio
+from ..measure.intervals import bound_seconds, format_table, least_bytes, median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
-from ..measure.link import bound_seconds, least_bytes
-from ..measure.table import format_table
 from .route import OPERATIONS
 from .routes import ROUTES
 

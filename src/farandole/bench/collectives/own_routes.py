@@ -12,15 +12,14 @@ from functools import partial
 import torch
 
 from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
-from ...comm.messages.all_reduce import add_rows, reduce_scatter_all_gather
-from ...comm.messages.message import Message, Reduction
-from ...comm.sessions.segments import SEGMENT_ELEMENTS
+from ...comm.messages import Message, Reduction, add_rows, reduce_scatter_all_gather
+from ...comm.sessions.units import SEGMENT_ELEMENTS
 from ...comm.transport.comm_thread import CommThread, SegmentWork
 from ...comm.transport.rank_group import RankGroup
 from ...comm.transport.transport import Transport
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ..measure.not_measurable import NotMeasurable
+from ..measure.intervals import NotMeasurable
 from .route import Run
 
 _LINE_ELEMENTS = 16

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..measure.not_measurable import NotMeasurable
+from ..measure.intervals import NotMeasurable
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 from ...comm.world.world import World
 from ...train.session import init
-from ..measure.link import sent_bytes
-from ..measure.not_measurable import NotMeasurable
+from ..measure.intervals import NotMeasurable, sent_bytes
 from .route import Run
 from .routes import ROUTES
 

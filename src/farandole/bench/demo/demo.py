@@ -21,7 +21,7 @@ from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import RUN, log_path
 from ...core.vocabulary.units import format_rate, format_seconds
-from ...launch.job.cores import available_cores
+from ...launch.job.placement import available_cores
 from ...launch.job.run_directory import make_run_directory
 from ...launch.supervise.process import stopping_with_us
 from ...observe.figures.summary import Summary, summarise, weighted_loss

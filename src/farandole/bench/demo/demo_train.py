@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import farandole as fd
 
-from ..data.idx import load_idx_images
-from ..data.text import load_text
+from ..data import load_idx_images, load_text
 from ..models.cnn import SmallCNN
 from ..models.language import LanguageModel
 

@@ -20,9 +20,8 @@ import torch
 
 from ...comm.codecs.codec import leaves
 from ...comm.codecs.registry import make_codec
-from ...comm.messages.message import Encoding, GroupRank
-from ...comm.messages.simulator import as_encoding, simulate
-from ...core.failures.backend_texts import first_line
+from ...comm.messages import Encoding, GroupRank, as_encoding, simulate
+from ...core.failures import first_line
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...train.verify.verify import Check
 from .subject import CPU, Subject, describe, describe_rates

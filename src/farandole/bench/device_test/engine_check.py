@@ -16,10 +16,10 @@ from torch import nn
 
 import farandole as fd
 
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.messages import bytes_of
 from ...comm.named_ops.data.group_thread import device_kind
 from ...comm.named_ops.engine import NamedOpsEngine
-from ...comm.named_ops.operations.request import Request
+from ...comm.named_ops.operations import Request
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.apply import reducer_of

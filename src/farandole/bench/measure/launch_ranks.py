@@ -24,7 +24,7 @@ from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bits_per_second
 
 if TYPE_CHECKING:
-    from ...launch.emulate.script import LinkChange
+    from ...launch.emulate.session import LinkChange
 
 Say = Callable[[str], None]
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

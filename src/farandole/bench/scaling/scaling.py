@@ -7,17 +7,194 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...core.vocabulary.errors import FarandoleError
+from ...core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from ...core.vocabulary.run_files import hide_secrets
-from ...observe.figures.figures import efficiency
+from ...observe.figures.figures import efficiency, standard_deviation, throughput
+from ...observe.figures.step_parts import shares_of, step_parts
+from ...observe.read.run_reader import read_run
+from ...observe.read.timeline_reader import RankTimeline
 from ..measure.intervals import nested_interval, nested_ratio
 from ..measure.launch_ranks import STOPPED, Say, remove_unless_failed, run_here
 from ..measure.machine import busy_note, machine_facts
-from .cases import STRONG, ScalingCase, ScalingPlans, make_cases
-from .run import MeasuredRun, read_measured
+from ..measure.warmup_detection import settle
+
+# Which runs the scaling benchmark makes: the user's command at each size, weak and strong.
+
+WEAK, STRONG = "weak", "strong"
+MODES = (WEAK, STRONG, "both")
+BATCH, NP = "{batch}", "{np}"
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class ScalingCase:
+    """One command at one size."""
+
+    mode: str
+    ranks: int
+    command: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+    """What the plan has besides: ``KEY=VALUE``, each."""
+
+
+@dataclass(frozen=True)
+class ScalingPlans:
+    """What the runs have in their plan."""
+
+    words: tuple[str, ...] = ()
+    """Options of ``farandole run`` that set the plan of all runs."""
+    changes: tuple[str, ...] = ()
+    """``KEY=VALUE``, each: set besides in a second run of each size."""
+
+
+def read_sizes(text: str) -> list[int]:
+    """Read ``1,2,4``: numbers of ranks, each once, in order. Raises `ConfigError`."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
+        raise ConfigError(
+            f"--np {text!r}: expected numbers of ranks, 1 to {MOST_RANKS}", remedy="for example: 1,2,4"
+        )
+    sizes = sorted(int(word) for word in words)
+    if len(set(sizes)) != len(sizes):
+        raise ConfigError(f"--np {text!r}: a number is given twice")
+    if len(sizes) < 2:
+        raise ConfigError(f"--np {text!r}: one size shows no scaling", remedy="for example: 1,2,4")
+    return sizes
+
+
+def read_changes(text: str | None) -> tuple[str, ...]:
+    """Read ``codec=auto lossy=true``: what one of the two plans has besides. Raises `ConfigError`."""
+    words = () if text is None else tuple(text.split())
+    if text is not None and not (words and all("=" in word for word in words)):
+        raise ConfigError(f"--compare {text!r}: expected KEY=VALUE", remedy="for example: --compare codec=int8")
+    return words
+
+
+def make_cases(
+    command: Sequence[str], sizes: Sequence[int], mode: str, batch: int | None, changes: tuple[str, ...] = ()
+) -> list[ScalingCase]:
+    """Return the runs of one round, by mode and size.
+
+    With `changes`, each size of more than one rank runs a second time with these in the plan too.
+
+    In the command, ``{np}`` stands for the ranks and ``{batch}`` for the batch of a rank: `batch` in weak scaling,
+    where every rank keeps its work, and `batch` / ranks in strong scaling, where all share it.
+
+    Raises `ConfigError` for a batch without a place or a place without a batch.
+    """
+    placed = any(BATCH in word for word in command)
+    if placed and batch is None:
+        raise ConfigError(f"the command has {BATCH}, but no --batch", remedy="for example: --batch 64")
+    if batch is not None and not placed:
+        raise ConfigError(
+            f"--batch {batch}: the command has no {BATCH} where it would go",
+            remedy=f"for example: -- python train.py --batch-size {BATCH}",
+        )
+    if mode != WEAK and not placed:
+        raise ConfigError(
+            "strong scaling divides the batch among the ranks, and the command does not say where its batch is",
+            remedy=f"for example: --mode strong --batch 64 -- python train.py --batch-size {BATCH}",
+        )
+    modes = (WEAK, STRONG) if mode == "both" else (mode,)
+    return [
+        ScalingCase(one, ranks, tuple(_filled(word, ranks, _of_rank(one, ranks, batch)) for word in command), also)
+        for one in modes
+        for ranks in sizes
+        for also in ([(), changes] if changes and ranks > 1 else [()])
+    ]
+
+
+def _of_rank(mode: str, ranks: int, batch: int | None) -> int | None:
+    if batch is None or mode == WEAK:
+        return batch
+    if batch % ranks:
+        raise ConfigError(f"--batch {batch} cannot be divided among {ranks} ranks", remedy="choose a multiple")
+    return batch // ranks
+
+
+def _filled(word: str, ranks: int, batch: int | None) -> str:
+    return word.replace(NP, str(ranks)).replace(BATCH, str(batch))
+
+
+# What one run of a script tells the scaling benchmark: read from the records of all its ranks.
+
+
+@dataclass(frozen=True)
+class MeasuredRun:
+    """One run. Times in seconds; after warm-up but for `training_seconds`. None: not known."""
+
+    ranks: int
+    step_seconds: list[float]
+    """Each step's time: its slowest rank's."""
+    rates: list[float]
+    """Samples of all ranks a second, by step; empty when samples are unknown."""
+    training_seconds: float
+    steps: int
+    warm_up_steps: int
+    steady: bool
+    shares: dict[str, float] = field(default_factory=dict)
+    """Shares of the step time of all ranks: compute, communication (exposed), waiting, data."""
+    load_deviation: float | None = None
+    """Standard deviation of the ranks' mean compute over their mean."""
+    busy_cores: float | None = None
+    """Cores a rank kept busy."""
+    accelerator_share: float | None = None
+    resident_bytes: int | None = None
+    """The most of any rank."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        return asdict(self)
+
+
+def read_measured(run_directory: Path) -> MeasuredRun:
+    """Read a finished run. Raises `DataError` when it has no steps that all ranks have recorded."""
+    records = read_run(run_directory)
+    timelines = [timeline for timeline in records.timelines if timeline.steps]
+    size = int(records.facts.get("size") or len(records.timelines))
+    if not timelines or len(timelines) < size:
+        why = f" ({records.notes[0]})" if records.notes else ""
+        raise DataError(
+            f"{len(timelines)} of {size} ranks recorded steps{why}",
+            remedy="the script must train with fd.distribute, or use fd.record",
+        )
+    steps = min(len(timeline.steps) for timeline in timelines)
+    times = [max(t.steps[i].end_seconds - t.steps[i].begin_seconds for t in timelines) for i in range(steps)]
+    settled = settle(times)
+    cut = settled.warm_up
+    samples = [sum(timeline.steps[i].samples for timeline in timelines) for i in range(steps)]
+    parts = [own[cut:steps] for own in step_parts(timelines)]
+    every = [part for own in parts for part in own]
+    computes = [statistics.fmean(part.busy for part in own) for own in parts]
+    return MeasuredRun(
+        ranks=len(timelines),
+        step_seconds=times[cut:],
+        rates=[throughput(n, s) for n, s in zip(samples[cut:], times[cut:], strict=True)] if any(samples) else [],
+        training_seconds=max(t.steps[-1].end_seconds - t.steps[0].begin_seconds for t in timelines),
+        steps=steps,
+        warm_up_steps=cut,
+        steady=settled.steady,
+        shares=shares_of(every),
+        load_deviation=standard_deviation(computes) / statistics.fmean(computes) if any(computes) else None,
+        busy_cores=_mean(timelines, "process_cores"),
+        accelerator_share=_mean(timelines, "gpu_share"),
+        resident_bytes=max(_known(timelines, "resident_bytes"), default=None),
+    )
+
+
+def _known(timelines: list[RankTimeline], attribute: str) -> list[Any]:
+    values = [getattr(sample, attribute) for timeline in timelines for sample in timeline.samples]
+    return [value for value in values if value is not None]
+
+
+def _mean(timelines: list[RankTimeline], attribute: str) -> float | None:
+    values = _known(timelines, attribute)
+    return statistics.fmean(values) if values else None
+
 
 Run = tuple[int, tuple[str, ...], tuple[str, ...]]
 """Ranks, command and changes of the plan: cases of two modes may share one."""

@@ -22,13 +22,10 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...train.session import init
-from ..measure.link import sent_bytes
+from ..measure.intervals import NotMeasurable, sent_bytes
 from ..measure.machine import has_16_bits
-from ..measure.not_measurable import NotMeasurable
-from .contender_names import Settings
 from .contenders import Contender, LossOf, make_contender
-from .model_names import MODELS, PRECISIONS
-from .workloads import WORKS, Work, parameters_of
+from .workloads import MODELS, PRECISIONS, WORKS, Settings, Work, parameters_of
 
 STEPS_UNTIL_CHOSEN = 4
 """Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""

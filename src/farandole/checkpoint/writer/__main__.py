@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .channel import receive_message, send_message
+from .client import receive_message, send_message
 from .file import write_file
 
 _PR_SET_PDEATHSIG = 1

@@ -75,8 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     from ...launch.emulate.congestion import choose
     from ...launch.emulate.namespace_holder import become_root_here
     from ...launch.emulate.network import Network, check_shape, describe_rate, has_delay
-    from ...launch.emulate.script import parse_script
-    from ...launch.emulate.session import run_session
+    from ...launch.emulate.session import parse_script, run_session
 
     options = make_parser().parse_args(arguments)
     between = _parse_pairs(options.rate_between)
@@ -166,7 +165,7 @@ def _command(
         raise ConfigError(
             f"emulate: unknown command {command[0]!r}", remedy=f"did you mean: -- farandole {command[0]} ..."
         )
-    from ...launch.start.command import read_command
+    from ...launch.start.request import read_command
 
     read_command(command)  # refuse what cannot be started before any network is made
     return [*ourselves, "run", *of_job, *of_run, "--", *command]

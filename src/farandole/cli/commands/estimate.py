@@ -12,9 +12,8 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.suggestions import did_you_mean
 from ...core.vocabulary.units import parse_bytes, read_option
 from ...plan.memory import PRECISIONS, RECOMPUTE, STAGES
-from ...plan.memory_advice import MOST_RANKS, rank_counts_of
+from ...plan.memory_advice import DEGREES, MOST_RANKS, Choice, rank_counts_of
 from ...plan.memory_page import EstimateRequest, MicroBatchRequest, format_page
-from ...plan.memory_table import DEGREES, Choice
 from ..main import parser
 
 _EXAMPLES = """\
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.global_batch:
         raise ConfigError("--global-batch is for --find", remedy="add --find, or leave it out")
 
-    from ...bench.measure.table import format_table
+    from ...bench.measure.intervals import format_table
     from ...train.analysis.estimate import estimate
 
     result = estimate(

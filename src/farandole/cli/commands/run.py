@@ -266,7 +266,7 @@ def _summarise(options: argparse.Namespace, directory: Path, outcome: Outcome) -
         if summary.steps:
             sys.stderr.write(f"\n{summary.to_text()}\n{_what_next(directory)}")
         else:
-            from ...launch.start.unrecorded import notes_of_unrecorded
+            from ...launch.start.request import notes_of_unrecorded
 
             _say(notes_of_unrecorded(directory, outcome, was_wanted=options.record))
             write_notice(f"done in {format_seconds(outcome.seconds)}; logs in {directory / 'logs'}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ...launch.doctor.probe.channel import Target, find_targets
-from ...launch.job.host_list import HostSlots, parse_hosts, read_hostfile, select_hosts
+from ...launch.job.hosts import HostSlots, parse_hosts, read_hostfile, select_hosts
 from ...launch.start.placing import find_hosts, host_setup
 from .host_options import add_ssh_options, read_remote_options
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ...core.host.paths import is_file
 from ...core.vocabulary.errors import ConfigError
 from ...launch.elastic.options import ElasticOptions
-from ...launch.job.host_list import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
+from ...launch.job.hosts import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
 from ...launch.ssh.link.remote_shell import HostSetup, SshOptions
 from ...launch.start.request import RemoteOptions
 

@@ -9,9 +9,8 @@ from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
 from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
 from ...core.vocabulary.spec import Plan
-from ...launch.start.command import read_command, script_label
 from ...launch.start.placing import check_size
-from ...launch.start.request import JobRequest
+from ...launch.start.request import JobRequest, read_command, script_label
 from .horovod_settings import HorovodSettings
 
 

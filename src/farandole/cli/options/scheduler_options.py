@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...core.vocabulary.errors import ConfigError
 from ...launch.schedulers.submission import SCHEDULERS, SubmitSpec
-from ...launch.start.command import read_command, script_label
+from ...launch.start.request import read_command, script_label
 
 
 @dataclass(frozen=True)

@@ -34,24 +34,22 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
-from ..messages.all_reduce import recursive_doubling, reduce_scatter_all_gather
-from ..messages.message import GroupRank, Reduction
-from ..routes.route import TRIED_CONNECTIONS, Route
+from ..messages import GroupRank, Reduction, recursive_doubling, reduce_scatter_all_gather
+from ..routes import TRIED_CONNECTIONS, Route
 from ..transport.comm_thread import CommThread
 from ..transport.transport import Transport
 from ..world.world import World
-from .calibration import Calibration, ChosenSteps, is_same_link
 from .choice import CodecChoice, choose
 from .look import measure_links
 from .probe import (
+    ProbeRequest,
     choose_connection_count,
     largest_of_all,
     probe_bytes,
     probe_intra_host,
     probe_seconds,
 )
-from .probe_request import ProbeRequest
-from .profile import PassTimings, gather_profiles, local_times
+from .profile import Calibration, ChosenSteps, PassTimings, gather_profiles, is_same_link, local_times
 
 # When a link may be measured again: as soon as steps are late, and never for more than 1 % of the run's time.
 SHARE = 0.01

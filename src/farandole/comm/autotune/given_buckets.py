@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ...core.step_model.bucket_plan import BucketPlan
-from ...core.step_model.comm_cost import ring_factor
-from ...core.step_model.link import LinkModel
+from ...core.step_model.link import LinkModel, ring_factor
 from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile, predict_step
 from ...core.vocabulary.codec_spec import CodecSpec, low_rank_pays
 from ..transport.rank_group import RankGroup

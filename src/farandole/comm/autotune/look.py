@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import StepProfile
 from ...core.vocabulary.spec import Plan
-from ..routes.route import Route
+from ..routes import Route
 from ..transport.transport import Transport
 from ..world.world import World
 from .probe import probe_bytes, probe_intra_host, probe_link

@@ -15,15 +15,14 @@ import torch
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import CodecSpeed, StepProfile
 from ...core.vocabulary.spec import Plan
-from ..messages.message import Message
-from ..routes.route import Route
+from ..messages import Message
+from ..routes import Route
 from ..transport.stream_conductor import StreamConductor
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .autotuner import PROFILED_STEPS, Autotuner
 from .choice import CodecChoice
-from .probe import measure_codecs, probe_intra_host
-from .probe_request import ProbeRequest
+from .probe import ProbeRequest, measure_codecs, probe_intra_host
 from .profile import Parameters, PassTimings, gather_profiles, local_times
 
 _LARGEST_BYTES = 64 * 2**20

@@ -6,22 +6,36 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from ...core.step_model.comm_cost import communication_seconds, ring_bytes
-from ...core.step_model.link import LinkModel
+from ...core.step_model.link import LinkModel, communication_seconds, ring_bytes
 from ...core.step_model.prediction import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..codecs.registry import make_codec
 from ..device.streams import streams_of
-from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
-from ..host_memory.shared_tensor import SharedMemory, SharedTensor
-from ..messages.message import GroupRank, Message
-from ..messages.simulator import as_encoding, simulate
+from ..host_memory.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
+from ..messages import GroupRank, Message, as_encoding, simulate
 from ..transport.rank_group import RankGroup
 from ..transport.transport import Transport
+
+# Whether the link is to be measured again: asked by each rank, answered for all, with every encoded exchange.
+
+
+@dataclass
+class ProbeRequest:
+    """The request of one autotuner. Buckets send `by_this_rank` along and fill in `by_any_rank`."""
+
+    by_this_rank: bool = False
+    by_any_rank: bool = False
+
+    def take(self) -> bool:
+        """Return whether any rank asked in the last exchange, which is the same on all ranks, and forget it."""
+        by_any_rank, self.by_any_rank = self.by_any_rank, False
+        return by_any_rank
+
 
 PROBE_TAG = 2**62
 """Above every tag of the conductor."""

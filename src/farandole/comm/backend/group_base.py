@@ -26,10 +26,9 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.vocabulary.errors import CommError
-from .calls.call_queue import CallQueue, QueuedCall
-from .calls.work import GroupWork, WorkEnd
+from .calls import CallQueue, GroupWork, QueuedCall, WorkEnd
+from .collectives import shortened
 from .exchanges.exchange import GroupExchange
-from .flat import shortened
 from .mailbox import MOST_TAG, Mailbox
 
 Body = Callable[[GroupExchange, Sequence[Sequence[int]]], object]

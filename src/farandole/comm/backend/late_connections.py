@@ -17,10 +17,8 @@ from hmac import compare_digest
 
 from ...core.environ.env import SECRET, read_job_secret
 from ...core.vocabulary.errors import CommError
-from ..transport.callers import Callers
-from ..transport.connect import HELLO, Door, call_rank
-from ..transport.connection import Connection
-from ..transport.frame_transport import FrameTransport
+from ..transport.connect import HELLO, Callers, Connection, Door, call_rank
+from ..transport.group_messages import FrameTransport
 from ..world.host_address import own_address
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World

@@ -33,9 +33,7 @@ import torch
 from ...core.vocabulary.errors import CommError, Mismatch
 from ..transport.rank_group import PieceExchange, RankGroup
 from ..transport.transport import PendingMessage
-from .calls.call_queue import HESITATION_SECONDS
-from .calls.servers import Servers
-from .calls.work import GroupWork
+from .calls import HESITATION_SECONDS, GroupWork, Servers
 from .exchanges.exchange import SAME_CALLS
 from .late_connections import LateConnections
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..device.untraced import untraced
-from .calls.work import GroupWork
+from ..device.streams import untraced
+from .calls import GroupWork
 from .process_group import ProcessGroup
 
 _OPERATIONS = (

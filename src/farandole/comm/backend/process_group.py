@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from ..messages.reduce_rules import accumulates_in_fp32, divide
+from ..messages import accumulates_in_fp32, divide
 from . import collectives
-from .calls.work import GroupWork
-from .exchanges.exchange import GroupExchange
-from .exchanges.reductions import name_of
-from .flat import describe, flattened, land, land_all, only, split, take, take_all
+from .calls import GroupWork
+from .collectives import describe, flattened, land, land_all, only, split, take, take_all
+from .exchanges.exchange import GroupExchange, name_of
 from .group_base import GroupBase
 
 

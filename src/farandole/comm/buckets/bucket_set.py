@@ -14,31 +14,24 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.step_model import bucket_plan as core_plan
-from ...core.step_model.row_regions import sum_regions
+from ...core.step_model.bucket_plan import sum_regions
 from ...core.vocabulary.codec_spec import AUTO, EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
-from ..autotune.probe_request import ProbeRequest
+from ..autotune.probe import ProbeRequest
 from ..codecs.eligibility import carrier_of, choose_codec, refuse_impossible, why_useless
 from ..codecs.registry import CodecInstance, make_codec, require_packer
-from ..gradients.parameters import Layout, ParameterTable
-from ..gradients.row_blocks import RowBlocks
+from ..gradients.parameters import Layout, ParameterTable, RowBlocks
 from ..host_memory.shared_tensor import Unavailable
-from ..routes.route import Route
+from ..routes import Route
 from ..rows.row_exchange import RowExchange
 from ..sessions import saved_state
 from ..sessions.units import CodedFlat
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
-from .bucket import Bucket
-from .carry_over import CarryOver
-from .coded_bucket import CodedBucket
-from .coded_shard_bucket import CodedShardBucket
-from .dense_bucket import DenseBucket
-from .device_coded_bucket import DeviceCodedBucket
-from .sharded_bucket import ShardedBucket, WholeBucket
-from .sparse_bucket import SparseBucket
-from .step_marks import MARKS
+from .bucket import MARKS, Bucket, DenseBucket, SparseBucket
+from .coded_bucket import CarryOver, CodedBucket, DeviceCodedBucket
+from .sharded_bucket import CodedShardBucket, ShardedBucket, WholeBucket
 
 
 # Which gradients share a bucket: pure, on sizes, types and devices.

@@ -20,7 +20,7 @@ from ...core.environ.env import native_loops_are_wanted
 from ...core.vocabulary.notice import write_notice
 from ..device.block_launches import LARGEST_BLOCK, MOST_BYTES, BlockKernels, can_run
 from ..device.streams import streams_of
-from ..messages.message import Exchange, Exchanged, GroupRank, Message
+from ..messages import Exchange, Exchanged, GroupRank, Message
 from .error_feedback import FeedbackState
 from .native_quantize import Eager, eager_exchange, received_rows, trial_results
 from .packing import Integers, parts_of

@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 
-from ..messages.message import Encoded, Encoding, GroupRank
+from ..messages import Encoded, Encoding, GroupRank
 from .codec import Codec, S
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import Encoded, Encoding, GroupRank, Message
-from ..messages.reduce_rules import accumulates_in_fp32
+from ..messages import Encoded, Encoding, GroupRank, Message, accumulates_in_fp32, reduce_scatter_all_gather
 
 
 class Exact:

@@ -20,10 +20,10 @@ from functools import cache, lru_cache
 
 import torch
 
-from ..messages.message import Exchange, Exchanged, GroupRank, Message
+from ..messages import Exchange, Exchanged, GroupRank, Message
 from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
+from .codec import is_finite
 from .error_feedback import ErrorFeedback, FeedbackState
-from .finite import is_finite
 from .packing import BFloat16, Float16, Integers
 from .quantize import Packer, Quantized
 

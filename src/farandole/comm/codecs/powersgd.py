@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from ..device.streams import streams_of
-from ..messages.message import Encoded, Encoding, GroupRank, Message
+from ..messages import Encoded, Encoding, GroupRank, Message
 
 
 class PowerState(NamedTuple):

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ..messages.message import Encoded, Encoding, GroupRank, Message
+from ..messages import Encoded, Encoding, GroupRank, Message
 
 
 class Packer(Protocol):

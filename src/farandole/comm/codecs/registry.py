@@ -11,12 +11,11 @@ import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec, Granularity
 from ...core.vocabulary.errors import PlanError
-from ..messages.message import Encoding, Exchange, Exchanged, GroupRank
-from .codec import Codec
+from ..messages import Encoding, Exchange, Exchanged, GroupRank
+from .codec import Codec, finite_flag
 from .device_quantize import DeviceQuantize, device_quantize
 from .error_feedback import ErrorFeedback, MomentumCorrection
 from .exact import Exact
-from .finite import finite_flag
 from .native_quantize import NativeQuantize, native_quantize
 from .packing import BFloat16, Float8, Float16, Integers, Signs
 from .powersgd import PowerSGD

@@ -12,7 +12,7 @@ import torch
 
 from ...core.vocabulary.codec_spec import Granularity
 from ...core.vocabulary.errors import PlanError
-from ..messages.message import Encoded, Encoding, GroupRank
+from ..messages import Encoded, Encoding, GroupRank
 from .codec import leaves
 
 

@@ -4,17 +4,96 @@
 from it, or copies to it from memory that is not pinned, waits until it has done all that it was told before. So
 what is decided by numbers is decided on the device; what the host must know is copied beside the work that
 follows, and read an exchange later, when it has arrived.
+
+[Note: torch.compile] Dynamo would trace the code of a group in Python, and fails at its attributes. It is to break
+the graph there, as it does at groups in C++. It would trace hooks too: of a backward pass or a step inside of a
+compiled function, and they read clocks, count, and wait for other ranks. Its import takes seconds, so it is asked
+only where something has imported it, as every optimizer does: nothing is traced before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+import time
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cache, wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from .accelerator import model_of, timing_event
+from .accelerator import model_of, set_device, timing_event
+
+# Operations on a device that another thread tells it, in order with those of the thread that trains.
+
+_PAUSE_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class OtherThread:
+    """Made by the thread that trains, when what the other one shall use was told to the device."""
+
+    device: torch.device
+    streams: Streams
+    ready: Any
+    """Event behind it."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> OtherThread | None:
+        """Return one; None where operations are over when they return, as on the CPU."""
+        streams = streams_of(device)
+        return None if streams is None else cls(device, streams, streams.record())
+
+    def begin(self) -> None:
+        """In the other thread: let its operations follow `ready`."""
+        set_device(self.device)
+        self.streams.wait(self.ready)
+
+    def end(self) -> None:
+        """In the other thread: wait until the device has done them, so that any stream may use the results.
+
+        The memory of what they used may be let go then, too. The thread that trains goes on meanwhile.
+        """
+        done = self.streams.record()
+        while not self.streams.has_passed(done):
+            time.sleep(_PAUSE_SECONDS)
+
+    @staticmethod
+    def take(results: Iterable[torch.Tensor]) -> None:
+        """In the thread that trains: keep the memory of results, which the other one made, until it is done."""
+        for each in results:
+            streams = streams_of(each.device)
+            if streams is not None:
+                streams.keep(each)
+
+
+# What torch.compile does not look into.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def untraced(function: Function) -> Function:
+    """Return the function as one that breaks a graph. See [Note: torch.compile]."""
+
+    @wraps(function)
+    def called(*arguments: Any, **named: Any) -> Any:
+        if "torch._dynamo" in sys.modules:
+            return _disabled(function)(*arguments, **named)
+        return function(*arguments, **named)
+
+    return called  # type: ignore[return-value]
+
+
+def outside_graphs(call: Function) -> Function:
+    """Return what a hook calls as what runs between two graphs. See [Note: torch.compile]."""
+    return torch.compiler.disable(call) if "torch._dynamo" in sys.modules else call
+
+
+@cache
+def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
+    disabled: Callable[..., Any] = torch.compiler.disable(function, reason="it exchanges with other ranks")
+    return disabled
 
 
 class HostCopy(Protocol):

@@ -19,21 +19,99 @@ A gradient that still *is* the parameter's is added to in place, as without Fara
 [Note: memory of the user's own] A gradient that other code holds when it is taken, or that is part of a larger
 tensor (a flat one made by hand, looked for while a bucket is new), stays the parameter's: it is copied in, and
 the mean is copied back.
+
+[Note: residuals and the loss scale] Under a `GradScaler` gradients are those of the loss times its scale, and a
+residual is what is missing of them. When the scale changes, the same residual means another gradient: after the
+scale has doubled, half of it would be lost. So before an exchange what codecs keep is multiplied by the change of
+the scale since the last one. The scaler is known from its first step on; steps that it skips before leave nothing.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from ..device.streams import has_streams
-from ..host_memory.device_slices import DeviceSlices, DeviceSliceTensor
-from ..host_memory.shared_tensor import SharedMemory, SharedTensor
-from ..messages.reduce_rules import accumulates_in_fp32
+from ..host_memory.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
+from ..messages import accumulates_in_fp32
 from .parameters import Layout
+
+# The factor of a `GradScaler` on the losses: residuals are in units of it.
+
+
+class LossScale:
+    """The scale of the gradients that one reducer exchanges."""
+
+    def __init__(self) -> None:
+        self.is_followed = False
+        """Whether a scale is known."""
+        self._read: Callable[[], float] = lambda: 0.0
+        self._last = 0.0
+
+    def follow(self, read: Callable[[], float]) -> None:
+        """Ask `read` from now on; it returns the scale of the gradients that were just exchanged, 0.0: unknown."""
+        self._read, self._last = read, read()
+        self.is_followed = True
+
+    def change(self) -> float:
+        """Return by what the scale was multiplied since the last exchange, where another one begins."""
+        now = self._read()
+        last, self._last = self._last, now or self._last
+        return now / last if now > 0 and last > 0 else 1.0
+
+
+# Gradients that stay on this rank until a later pass, and the factor they are to be exchanged with.
+
+
+class LocalAccumulation:
+    """What the passes since the last exchange left in ``parameter.grad``. See [Note: the true mean]."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.passes = 0
+        """Backward passes whose gradients have not been exchanged."""
+        self.uncounted = 0
+        """How many of them are compared with no other rank's: parts of a batch that this rank alone divides so."""
+        self.factor = 1.0
+        """This rank's share of the samples while they ran, over the mean share."""
+        self.aside: GradsAside | None = None
+        """The accumulated gradients while the pass of a placeholder runs, whose own must not be added to them."""
+        self.parameters = parameters
+        self._weighs_nothing = False
+        """Whether only placeholders' gradients were accumulated, which were dropped here."""
+
+    def forget_cleared(self) -> None:
+        """Begin to count anew where the loop has thrown away what was accumulated: all gradients are None."""
+        if not self.passes:
+            self._weighs_nothing = False
+        elif self.aside is not None or self._weighs_nothing:
+            return
+        elif all(each.grad is None for each in self.parameters):
+            self.passes = self.uncounted = 0
+
+    def share_changes(self, previous: float, factor: float) -> None:
+        """Rescale accumulated gradients so that one factor fits them all. See [Note: the true mean].
+
+        Called before the batch of the new factor is used.
+        """
+        self.restore()
+        if not self.passes:
+            return
+        if factor == 0.0:
+            self.aside = GradsAside(self.parameters)  # the coming pass is a placeholder's
+            return
+        scale, self.factor = self.factor / factor, factor
+        self._weighs_nothing = scale == 0.0
+        scale_grads(self.parameters, scale)
+
+    def restore(self) -> None:
+        """Put back the gradients that were set aside: the placeholder's pass is over."""
+        if self.aside is not None:
+            self.aside.restore()
+            self.aside = None
+
 
 ALIGNMENT_BYTES = 64
 """Every gradient begins on a cache line: optimizers are slower on others."""

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .grad_ownership import UNHELD, FlatGradients, references, replace_grad
-from .row_blocks import RowBlocks
+from .parameters import RowBlocks
 
 
 class GradShards:

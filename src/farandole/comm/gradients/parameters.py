@@ -3,10 +3,88 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ...core.vocabulary.errors import ConfigError
+
+# Where the rows of several tensors lie in a flat tensor of one block for each rank: pure, on shapes.
+#
+# Each rank owns some rows (slices along the first dimension) of every tensor: those that `torch.chunk` gives it,
+# which is how a DTensor with placement ``Shard(0)`` is divided. Block b holds the rows of rank ``owners[b]``,
+# side by side. All blocks have the same length.
+
+ALIGNMENT_BYTES = 64
+"""The rows of every tensor begin on a cache line."""
+
+
+class Rows(NamedTuple):
+    """Some rows of one tensor, and where they lie in their block."""
+
+    begin: int
+    end: int
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    """In elements, from the begin of the block."""
+
+
+def rows_of(rows: int, size: int, rank: int) -> tuple[int, int]:
+    """Return the first of `rows` rows that `rank` of `size` owns, and the one behind its last.
+
+    >>> [rows_of(5, 3, rank) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    length = -(-rows // size)
+    return min(rank * length, rows), min((rank + 1) * length, rows)
+
+
+class RowBlocks:
+    """The layout of `tensors` in one block a rank. Every tensor has at least one dimension."""
+
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], owners: Sequence[int], *, tail: int = 0, multiple: int = 1
+    ) -> None:
+        """Lay out; `owners`: rank by block.
+
+        Behind its rows a block has `tail` elements for who sends it, and is a multiple of `multiple` elements and
+        of a cache line long.
+        """
+        self.owners = tuple(owners)
+        line = max(1, ALIGNMENT_BYTES // tensors[0].element_size())
+        self.rows: list[list[Rows]] = []
+        """By block, then by tensor."""
+        longest = 0
+        for owner in self.owners:
+            offset, block = 0, []
+            for tensor in tensors:
+                begin, end = rows_of(tensor.shape[0], len(self.owners), owner)
+                lengths, strides = layout_of(tensor[begin:end])
+                block.append(Rows(begin, end, lengths, strides, offset))
+                offset += -(-tensor[begin:end].numel() // line) * line
+            self.rows.append(block)
+            longest = max(longest, offset)
+        self.tail = longest
+        """Where the tail begins in each block."""
+        unit = max(line, multiple)
+        self.block_elements = -(-(longest + tail) // unit) * unit
+
+    @property
+    def elements(self) -> int:
+        """Elements of all blocks."""
+        return self.block_elements * len(self.owners)
+
+    def cut(self, flat: torch.Tensor, block: int) -> list[torch.Tensor]:
+        """Return the rows of every tensor in one block of `flat`, in their shapes."""
+        return self.views(flat[block * self.block_elements : (block + 1) * self.block_elements], block)
+
+    def views(self, memory: torch.Tensor, block: int) -> list[torch.Tensor]:
+        """Return the rows of every tensor in `memory`, which is laid out as one block."""
+        start = int(memory.storage_offset())
+        return [memory.as_strided(each.lengths, each.strides, start + each.offset) for each in self.rows[block]]
+
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
 """Lengths and strides of a gradient in its bucket."""
@@ -94,3 +172,51 @@ def require_dense_parameters(parameters: Sequence[tuple[str, torch.nn.Parameter]
             raise ConfigError(
                 f"parameter {name!r} is on the meta device", remedy="move the model to a real device first"
             )
+
+
+# Backward passes that are to be differentiated again, where gradients of gradients would be wrong.
+
+
+def refuse_second_order(what: str, why: str, *, remedy: str) -> None:
+    """Raise `ConfigError` inside a backward pass with ``create_graph=True``.
+
+    Args:
+        what: the part of the plan that asks.
+        why: what gradients of gradients would be or miss.
+        remedy: what to do instead.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"{what}: a backward pass with create_graph=True: gradients of gradients {why}", remedy=remedy
+        )
+
+
+# Sums of squares of gradients: what a norm is made of.
+
+
+@torch.no_grad()
+def square_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the squares of all elements, a tensor () of float64; nothing is waited for.
+
+    Each tensor is added up in float32 (float64 if it is of that), so narrow floats lose nothing.
+    """
+    full = [tensor for tensor in tensors if tensor.numel()]
+    if not full:
+        return torch.zeros((), dtype=torch.float64)
+    wide = torch.float64 if full[0].dtype in (torch.float64, torch.complex128) else torch.float32
+    norms = torch._foreach_norm(full, 2, dtype=wide) if not full[0].is_complex() else torch._foreach_norm(full, 2)
+    return torch.stack(list(norms)).to(torch.float64).square().sum()
+
+
+def count_nonzero_gradients(parameters: Sequence[torch.Tensor], most: int) -> int:
+    """Return how many of `parameters` have a gradient that is not zero, at most `most`; reads those there are."""
+    found = 0
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        found += bool((local.coalesce()._values() if local.is_sparse else local).any())
+        if found >= most:
+            break
+    return found

@@ -4,25 +4,237 @@
 /proc/<process>/fd/<number>, and close that when all have mapped it; the maker keeps its own, to map it anew in
 a forked child (`forks.separate_in_child`). The memory has no name in any file system, needs no /dev/shm, and ends
 with the last process that maps it, kill -9 or not. Its size is sealed, so that no rank can meet a hole.
+
+[Note: order of memory] Counters and data are read and written with plain loads and stores. That is enough
+on x86-64, where a CPU makes its stores visible in program order and does not move a load before an
+earlier load (Intel SDM vol. 3, 8.2.2). The exceptions are stores that bypass the caches and fast string
+stores: the C library ends the first with a fence, and the second become visible before any later store
+(8.2.4). So a rank that sees a counter sees all that was stored before it. An aligned 8-byte store is never
+seen in halves (8.1.1). On Arm none of this holds, and `SharedMemory.connect` refuses.
+
+[Note: how to wait] First look a hundred times (about 10 us; a peer that runs on a core of its own is often
+there by then; only once where ranks outnumber cores), then yield the core some times, then sleep in the
+kernel on the counter of a missing peer (futex(2)). A rank that steps its counter wakes the sleepers, so that
+no rank waits longer than it must and no core is taken from ranks that have work to do. The wake-up is a call
+into the kernel every time: to skip it when no rank sleeps would need a full fence between the store of the
+counter and the look for sleepers, which plain stores do not give. No wake-up is lost: the kernel compares
+the counter again before it puts a rank to sleep.
+
+[Note: who is gone] A sleep ends every 20 ms at the latest, to ask the kernel whether a peer's process has
+ended (pidfd_open(2): no race with a reused process id). Then the counter is read again, because a peer may
+pass its last barrier and exit at once. A peer that leaves in good order says so in its page.
+
+[Note: words] With its counter each rank publishes a word, which says what it is about to do, in one of two
+places alternately. After the barrier all compare. The place is written again two barriers later, that is
+after all have arrived at the next barrier, so after all have compared.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import platform
+import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
+from ...core.vocabulary.rank_lists import name_ranks
 from ..world.forks import separate_in_child
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
-from .barrier import PAGE_BYTES, Peer
+
+# A barrier among the ranks of one host: counters in shared memory, and a wait that notices death.
+
+PAGE_BYTES = 4096
+_COUNT, _WORD, _LEFT = 0, 1, 3  # places in a page, 8 bytes each; the words take two
+_LOOKS = 100
+_YIELDS = 20
+_LOOK_AFTER_PEERS_SECONDS = 0.02
+_SAME_CALLS = "the ranks of a host must make the same calls in the same order"
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1  # of x86-64; linux/futex.h
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank of this host: its rank in the job, where it runs, its process."""
+
+    rank: int
+    host: str
+    process: int
+
+
+class HostBarrier:
+    """The ranks of one host wait for each other. Not for use by two threads at once."""
+
+    def __init__(
+        self, peers: Sequence[Peer], local_rank: int, pages: Sequence[torch.Tensor], timeout_seconds: float
+    ) -> None:
+        """`peers` and `pages` (uint8, `PAGE_BYTES` each, zeros at first) are by local rank, mine included.
+
+        Raises OSError when the kernel cannot watch a peer's process.
+        """
+        self._peers = list(peers)
+        self._me = peers[local_rank]
+        self.timeout_seconds = timeout_seconds
+        """How long a wait may be."""
+        self._pages = [_as_counters(page) for page in pages]
+        self._mine = self._pages[local_rank]
+        self._addresses = [page.data_ptr() for page in pages]
+        self._my_address = self._addresses[local_rank]
+        self._others = [i for i in range(len(peers)) if i != local_rank]
+        self._looks = _LOOKS if (os.cpu_count() or 1) >= len(peers) else 1
+        self._count = 0
+        self.meanwhile: Callable[[], bool] | None = None
+        """Called again and again while this rank waits for long; it says whether it had something to do."""
+        self._failure: CommError | None = None
+        self._system_call = _system_call()
+        self._watch = select.poll()
+        self._watched: dict[int, int] = {}
+        """Local rank by the descriptor of its process."""
+        try:
+            for i in self._others:
+                descriptor = os.pidfd_open(peers[i].process)
+                self._watched[descriptor] = i
+                self._watch.register(descriptor, select.POLLIN)
+        except OSError:
+            self._unwatch()
+            raise
+
+    def wait(self, word: int, name: Callable[[int], str]) -> None:
+        """Return when all ranks of the host are here, with the same `word`; `name` returns a word as text.
+
+        Raises `PeerLost` when a rank ended or left, `Stalled` when one does not come in time, `Mismatch`, on all
+        ranks, when words differ. After any of these the barrier raises the same error for good.
+        """
+        if self._failure is not None:
+            raise self._failure
+        self._count = count = self._count + 1
+        place = _WORD + (count & 1)
+        self._mine[place] = word
+        self._mine[_COUNT] = count
+        self._system_call(_FUTEX, self._my_address, _FUTEX_WAKE, _ALL, None, None, 0)
+        for i in self._others:
+            page = self._pages[i]
+            looks = self._looks
+            while page[_COUNT] < count:
+                looks -= 1
+                if not looks:
+                    self._wait_patiently(count, name(word))
+                    break
+        for i in self._others:
+            if self._pages[i][place] != word:
+                mine, theirs = name(word), name(self._pages[i][place])
+                text = f"rank {self._me.rank} is at {mine}, rank {self._peers[i].rank} at {theirs}"
+                self._fail(Mismatch, text, mine, _SAME_CALLS)
+
+    def close(self) -> None:
+        """Tell the others that I left. May be called twice."""
+        self._mine[_LEFT] = 1
+        if self._failure is None:
+            self._failure = CommError("it was closed", rank=self._me.rank, operation="shared memory")
+        self._unwatch()
+
+    def forget(self) -> None:
+        """In a forked child: do not wait, and do not write to the page, which is the parent's."""
+        self._failure = CommError("this process was forked", rank=self._me.rank, operation="shared memory")
+        self._unwatch()
+
+    def _wait_patiently(self, count: int, operation: str) -> None:
+        """See [Note: how to wait]: yield, then sleep until all have arrived."""
+        begin = time.monotonic()
+        looked_after = begin
+        for i in self._others:
+            page, address = self._pages[i], self._addresses[i]
+            yields = _YIELDS
+            while (seen := page[_COUNT]) < count:
+                if yields:
+                    yields -= 1
+                    os.sched_yield()
+                    continue
+                nap = _SHORT_NAP if self.meanwhile is not None and self.meanwhile() else _NAP
+                low = seen & 0xFFFFFFFF
+                self._system_call(_FUTEX, address, _FUTEX_WAIT, low, ctypes.byref(nap), None, 0)
+                now = time.monotonic()
+                if now - looked_after >= _LOOK_AFTER_PEERS_SECONDS:
+                    looked_after = now
+                    self._look_after_peers(count, operation, now - begin)
+
+    def _look_after_peers(self, count: int, operation: str, waited: float) -> None:
+        """Raise when a peer that has not arrived is gone, or when the time is over. See [Note: who is gone].
+
+        Raises also when another thread has closed this barrier meanwhile.
+        """
+        if self._failure is not None:
+            raise self._failure
+        ended = {self._watched.get(descriptor) for descriptor, _ in self._watch.poll(0)}
+        left = {i for i in self._others if self._pages[i][_LEFT]}
+        missing = [i for i in self._others if self._pages[i][_COUNT] < count]
+        for gone, what in ((ended, "its process has ended"), (left, "it left")):
+            for i in missing:
+                if i in gone:
+                    peer = self._peers[i]
+                    text = f"rank {peer.rank} on {peer.host} is gone: {what}"
+                    self._fail(PeerLost, text, operation, f"look for the first failure of rank {peer.rank}")
+        if missing and waited >= self.timeout_seconds:
+            names = name_ranks(sorted(self._peers[i].rank for i in missing))
+            text = f"{names} on {self._me.host} did not get here within {self.timeout_seconds:g} s"
+            self._fail(Stalled, text, operation, _SAME_CALLS)
+
+    def _fail(self, kind: type[CommError], text: str, operation: str, remedy: str) -> NoReturn:
+        """Raise the error, now and at each later call; mark this rank as gone for ranks that wait for it."""
+        self._failure = kind(text, rank=self._me.rank, operation=operation, remedy=remedy)
+        self._mine[_LEFT] = 1
+        raise self._failure
+
+    def _unwatch(self) -> None:
+        while self._watched:
+            with suppress(KeyError):  # two threads may close: each descriptor is closed by one of them
+                os.close(self._watched.popitem()[0])
+
+
+def _as_counters(page: torch.Tensor) -> memoryview[int]:
+    """Return the page as 8-byte integers: reading one through a tensor costs ten times as much."""
+    counters: Any = page.view(torch.int64).numpy()
+    return memoryview(counters)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+_NAP = _Timespec(0, int(_LOOK_AFTER_PEERS_SECONDS * 1e9))
+_SHORT_NAP = _Timespec(0, 500_000)
+"""While there is something else to do as well."""
+
+
+def _system_call() -> Callable[..., int]:
+    """Return syscall(2), for futex(2): operands number, address, operation, value, time, address, value.
+
+    A call through ctypes lets other Python threads run meanwhile; an interrupted one returns.
+    """
+    call = ctypes.CDLL(None).syscall
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_int,
+        ctypes.c_uint32,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_uint32,
+    )
+    found: Callable[..., int] = call
+    return found
+
 
 ALIGNMENT = 64
 """Bytes: a cache line."""

@@ -29,19 +29,21 @@ from ..device.streams import streams_of
 from ..world.world import World
 from .control.controller import Controller
 from .data.inline import is_small
-from .matching import validation
-from .operations.operation import Group, Operation, PendingTicket
-from .operations.request import (
+from .matching import matcher as validation
+from .operations import (
     EVERYBODY,
+    Group,
     JoinTicket,
     NamedOpsSettings,
     NullOperationLog,
+    Operation,
     OperationLog,
+    PendingTicket,
     Request,
+    Signature,
     Ticket,
+    cache_key,
 )
-from .operations.response_cache import cache_key
-from .operations.signature import Signature
 
 _SETS = "farandole.process_sets"
 

@@ -33,7 +33,7 @@ import torch
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
 from ..autotune.profile import PassTimings
-from ..device.untraced import outside_graphs
+from ..device.streams import outside_graphs
 from ..gradients.grad_shards import is_accumulating
 from .count_calls import CountCalls
 from .in_flight import at_end_of_pass, number_of_pass

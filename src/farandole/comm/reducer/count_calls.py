@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
-from ..collectives.backend import start_all_reduce
+from ..collectives import start_all_reduce
 from ..world.comm_errors import translated
 from ..world.store_sync import all_gather_json
 from ..world.world import World

@@ -28,7 +28,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ..autotune.on_device import DeviceMeasures
 from ..buckets.bucket import Bucket, LateSteps, Waitable
 from ..buckets.bucket_set import BucketSet
-from ..collectives.backend import start_all_reduce
+from ..collectives import start_all_reduce
 from ..device.streams import Streams
 from ..transport.comm_thread import BucketWork
 from ..transport.staged_conductor import StagedWork

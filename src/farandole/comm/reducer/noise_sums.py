@@ -31,8 +31,8 @@ from typing import NamedTuple
 import torch
 
 from ..buckets.bucket import Bucket
-from ..gradients.local_accumulation import LocalAccumulation
-from ..gradients.squares import count_nonzero_gradients
+from ..gradients.grad_ownership import LocalAccumulation
+from ..gradients.parameters import count_nonzero_gradients
 from ..world.world import World
 
 

@@ -14,7 +14,7 @@ import weakref
 from ...core.vocabulary.errors import CommError
 from ...core.vocabulary.spec import Plan
 from ..gradients.parameters import ParameterTable
-from ..routes.route import Route, connect_route
+from ..routes import Route, connect_route
 from ..world.store_sync import require_same
 from ..world.world import World
 from .accelerators import device_of, refuse_messages

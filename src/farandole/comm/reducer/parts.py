@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
@@ -19,9 +19,8 @@ from ..autotune.on_device import DeviceAutotuner, DeviceMeasures
 from ..autotune.profile import PassTimings
 from ..buckets.bucket_set import BucketSet
 from ..codecs.eligibility import choose_codec
-from ..gradients.local_accumulation import LocalAccumulation
-from ..gradients.loss_scale import LossScale
-from ..routes.route import TRIED_CONNECTIONS, Route
+from ..gradients.grad_ownership import LocalAccumulation, LossScale
+from ..routes import TRIED_CONNECTIONS, Route
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .accelerators import device_of, refuse_messages, refused_candidates

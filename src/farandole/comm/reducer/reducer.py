@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import Recorder

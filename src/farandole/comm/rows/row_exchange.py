@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ...core.step_model.comm_cost import ring_sent_bytes
+from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..host_memory.shared_tensor import SharedRegion, SharedTensor
-from ..messages.reduce_rules import accumulates_in_fp32, sum_into
-from ..routes.route import Route
+from ..messages import accumulates_in_fp32, sum_into
+from ..routes import Route
 from ..transport.comm_thread import ITEM_TAGS, BucketWork, SegmentWork
 from ..transport.rank_group import PieceExchange
 from ..world.store_sync import all_gather_json

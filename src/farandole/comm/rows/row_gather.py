@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ...core.step_model.row_regions import CHUNK_BYTES, GATHER_REGIONS
+from ...core.step_model.bucket_plan import CHUNK_BYTES, GATHER_REGIONS
 from ..codecs.quantize import Packer
-from ..gradients.row_blocks import RowBlocks
-from ..routes.route import Route
+from ..gradients.parameters import RowBlocks
+from ..routes import Route
 from ..transport.comm_thread import BucketWork
 from ..world.world import World
 from .row_coding import packed_bytes

@@ -33,14 +33,13 @@ import torch
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
-from ..codecs.finite import is_finite
+from ..codecs.codec import is_finite
 from ..codecs.registry import make_codec
-from ..messages.message import Message, Reduction
-from ..routes.route import Route
+from ..messages import Message, Reduction
+from ..routes import Route
 from ..transport.comm_thread import SegmentWork
 from .saved_state import Entry, common_part, export, require_entry, restore
-from .segments import MULTIPLE
-from .units import CodedFlat, FlatPart
+from .units import MULTIPLE, CodedFlat, FlatPart
 
 _OPERATION = "codec session"
 _LEAST_BYTES = 1

@@ -13,14 +13,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..codecs.codec import leaves, with_leaves
-from ..codecs.finite import finite_flag, is_finite, without_overflow
+from ..codecs.codec import finite_flag, is_finite, leaves, with_leaves, without_overflow
 from ..codecs.registry import CodecInstance
 from ..device.streams import streams_of
-from ..messages.message import Encoded, Encoding, GroupRank, Message
+from ..messages import Encoded, Encoding, GroupRank, Message
 from ..transport.comm_thread import ITEM_TAGS, SegmentWork
 from ..transport.rank_group import RankGroup, Within
-from .segments import segment_elements
+
+# How a flat tensor is cut into the segments that codecs get.
+
+SEGMENT_ELEMENTS = 512 * 1024
+"""Elements of a segment that each rank adds up: large enough that calls cost little beside memory (measured)."""
+MULTIPLE = 1024
+"""Each rank's part of a segment is whole blocks of all codecs' default sizes."""
+
+
+def segment_elements(total: int, ranks: int, most: int) -> int:
+    """Return the elements of a segment of `total` elements, so that there are at most `most` segments."""
+    multiple = MULTIPLE * ranks
+    return max(SEGMENT_ELEMENTS * ranks, -(-total // (most * multiple)) * multiple)
 
 
 # Several encodings side by side as one: their messages travel together.

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...core.vocabulary.errors import Stalled
-from ..messages.message import Message, check
+from ..messages import Message, check
 from .rank_group import PieceExchange, RankGroup, Within
 from .transport import PendingMessage, Transport
 

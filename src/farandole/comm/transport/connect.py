@@ -14,21 +14,229 @@ from __future__ import annotations
 
 import hmac
 import secrets
+import selectors
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...core.environ.env import SECRET, read_job_secret
 from ...core.host.congestion import available_congestion_controls
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
+from ...core.wire.framing import HEADER
 from ..world.host_address import own_address
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
-from .callers import Callers
+
+# Incoming connections while ranks connect: all are served at once, each for a bounded time.
+#
+# A caller that sends nothing (a port scanner, a health check) delays no rank, and is disconnected after a while.
+
+PATIENCE_SECONDS = 5.0
+"""Time a peer has to identify itself."""
+MOST_CALLERS = 512
+"""That have not said it yet: of more, the one that called first is hung up on."""
+
+
+@dataclass(eq=False)
+class _Caller:
+    connection: socket.socket
+    until_seconds: float
+    heard: bytearray = field(default_factory=bytearray)
+
+
+class Callers:
+    """Accepts calls on a listener and hears a hello of fixed length from each."""
+
+    def __init__(self, listener: socket.socket, hello_bytes: int) -> None:
+        listener.setblocking(False)
+        self._listener = listener
+        self._hello_bytes = hello_bytes
+        self._pending: dict[socket.socket, _Caller] = {}
+        self._selector = selectors.EpollSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+
+    @property
+    def descriptor(self) -> int:
+        """Readable when there is something to hear."""
+        return self._selector.fileno()
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a caller has not said its hello yet."""
+        return bool(self._pending)
+
+    def hear(self, seconds: float) -> list[tuple[bytes, socket.socket]]:
+        """Wait for at most `seconds`; return hellos that are complete, with their connections, the caller's now.
+
+        Raises `OSError` when the listener cannot accept any more.
+        """
+        complete: list[tuple[bytes, socket.socket]] = []
+        for key, _ in self._selector.select(max(0.0, seconds)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.fileobj in self._pending:
+                complete += self._listen(self._pending[key.fileobj])
+        now = time.monotonic()
+        for caller in [each for each in self._pending.values() if each.until_seconds < now]:
+            self._hang_up(caller)
+        return complete
+
+    def close(self) -> None:
+        """Hang up on all that have not said their hello."""
+        for caller in list(self._pending.values()):
+            self._hang_up(caller)
+        self._selector.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):  # all are in, or it hung up before we answered
+                return
+            connection.setblocking(False)
+            if len(self._pending) >= MOST_CALLERS:
+                self._hang_up(next(iter(self._pending.values())))
+            self._pending[connection] = _Caller(connection, time.monotonic() + PATIENCE_SECONDS)
+            self._selector.register(connection, selectors.EVENT_READ)
+
+    def _listen(self, caller: _Caller) -> Sequence[tuple[bytes, socket.socket]]:
+        try:
+            part = caller.connection.recv(self._hello_bytes - len(caller.heard))
+        except BlockingIOError:
+            return ()
+        except OSError:
+            part = b""
+        if not part:
+            self._hang_up(caller)
+            return ()
+        caller.heard += part
+        if len(caller.heard) < self._hello_bytes:
+            return ()
+        self._forget(caller)
+        return ((bytes(caller.heard), caller.connection),)
+
+    def _forget(self, caller: _Caller) -> None:
+        self._selector.unregister(caller.connection)
+        del self._pending[caller.connection]
+
+    def _hang_up(self, caller: _Caller) -> None:
+        self._forget(caller)
+        caller.connection.close()
+
+
+# One connection of a transport: its send queue, and the frame that is being received.
+#
+# A frame is a tag, a length and bytes. One call sends several of them, and SO_RCVLOWAT lets the kernel collect a
+# frame before it wakes us.
+
+_COLLECT_BYTES = 128 * 1024
+"""The kernel wakes us for this many bytes, or the end of the frame."""
+_SMALL_BYTES = 4096
+_VIEWS_A_CALL = 16
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """A connection to `rank`, whose socket never blocks."""
+
+    rank: int
+    socket: socket.socket
+    tag: int = -1
+    """Tag of the frame that is being received, or was last."""
+    is_early: bool = False
+    """Early frame: no receive was posted when it began, so it is buffered."""
+    lost: str = ""
+    """Why nothing travels over it any more; empty: it does."""
+    asks_to_write: bool = False
+    """Whether the kernel is asked to tell when it takes more."""
+    _outgoing: deque[memoryview] = field(default_factory=deque)
+    _header: bytearray = field(default_factory=lambda: bytearray(HEADER.size))
+    _header_filled: int = 0
+    _target: memoryview | None = None
+    _filled: int = 0
+    _wakes_at_bytes: int = 1
+
+    @property
+    def has_more_to_send(self) -> bool:
+        """Whether something is queued that the kernel has not taken yet."""
+        return bool(self._outgoing)
+
+    def queue(self, tag: int, frame: memoryview) -> None:
+        """Have a frame sent after all that is queued."""
+        self._outgoing.append(memoryview(HEADER.pack(tag, len(frame))))
+        self._outgoing.append(frame)
+
+    def drop_queue(self) -> None:
+        """Send nothing of what is queued."""
+        self._outgoing.clear()
+
+    def drop_frames_not_begun(self) -> None:
+        """Leave what ends the frame of which a part was sent. Headers and contents alternate in the queue."""
+        queued = self._outgoing
+        is_header_begun = len(queued) % 2 == 0 and len(queued) > 0 and len(queued[0]) < HEADER.size
+        begun = 2 if is_header_begun else len(queued) % 2
+        while len(queued) > begun:
+            queued.pop()
+
+    def send_what_fits(self) -> int:
+        """Give the kernel what it takes; return how many bytes. Raises `OSError` when the connection is lost."""
+        queue, moved = self._outgoing, 0
+        try:
+            while queue:
+                sent = self.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
+                moved += sent
+                while queue and sent >= len(queue[0]):  # an empty one goes with what is before it
+                    sent -= len(queue.popleft())
+                if sent:
+                    queue[0] = queue[0][sent:]
+        except BlockingIOError:
+            pass
+        return moved
+
+    def receive_what_is_there(self, begin: Callable[[int], memoryview], end: Callable[[memoryview], bool]) -> int:
+        """Take what the kernel has; return how many bytes. Raises `OSError` when the connection is lost.
+
+        When a frame begins, `begin` is given its length and returns where to put it; `tag` says whose it is. When
+        it is there, `end` is given it and says whether to go on.
+        """
+        moved = 0
+        try:
+            while True:
+                if self._target is None:
+                    count = self.socket.recv_into(memoryview(self._header)[self._header_filled :])
+                    self._header_filled += count
+                    if count and self._header_filled == HEADER.size:
+                        self._header_filled = self._filled = 0
+                        self.tag, length = HEADER.unpack(self._header)
+                        self._target = begin(length)
+                else:
+                    count = self.socket.recv_into(self._target[self._filled :])
+                    self._filled += count
+                moved += count
+                if count == 0:
+                    raise ConnectionResetError("it closed its connection")
+                if self._target is not None and self._filled == len(self._target):
+                    frame, self._target = self._target, None
+                    self._collect(1)
+                    if not end(frame):
+                        return moved
+        except BlockingIOError:
+            if self._target is not None:
+                self._collect(min(_COLLECT_BYTES, len(self._target) - self._filled))
+        return moved
+
+    def _collect(self, wanted: int) -> None:
+        """Have the kernel wake us only when `wanted` bytes are there; small frames are not worth the call."""
+        wanted = wanted if wanted > _SMALL_BYTES else 1
+        if wanted != self._wakes_at_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
+            self._wakes_at_bytes = wanted
+
 
 HELLO = struct.Struct("<32sII")
 """Code, rank, lane."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..messages.message import GroupRank, Message
+from ..messages import GroupRank, Message
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RankGroup:
 class PieceExchange:
     """A round in which ranks exchange pieces of any length; who receives one has room of its size.
 
-    What is sent must not change before it has arrived: see [Note: who may write when] in `messages.message`.
+    What is sent must not change before it has arrived: see [Note: who may write when] in `comm.messages`.
     """
 
     outgoing: Sequence[torch.Tensor]

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ...core.vocabulary.errors import Stalled
 from ..device.accelerator import set_device
 from ..device.streams import Streams
-from ..messages.message import Message, Reduction
+from ..messages import Message, Reduction
 from ..world.world import World
 from .comm_thread import BucketWork, CommThread, Conversation, SegmentWork
 from .rank_group import RankGroup

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.step_model.comm_cost import ring_sent_bytes
-from ..collectives.backend import all_reduce
+from ...core.step_model.link import ring_sent_bytes
+from ..collectives import all_reduce
 from ..device.streams import Streams
-from ..messages.message import Message
+from ..messages import Message
 from .comm_thread import SegmentWork
 from .group_messages import drive, exchange_by_group
 from .rank_group import PieceExchange, RankGroup

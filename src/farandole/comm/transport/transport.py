@@ -36,12 +36,17 @@ import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
 from ...core.vocabulary.rank_lists import name_ranks
-from ..messages.all_reduce import reduce_scatter_all_gather
-from ..messages.message import GroupRank, Message, Reduction, received_shape, sources_and_targets
+from ..messages import (
+    GroupRank,
+    Message,
+    Reduction,
+    received_shape,
+    reduce_scatter_all_gather,
+    sources_and_targets,
+)
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .connect import connect_all
-from .connection import Connection
+from .connect import Connection, connect_all
 from .rank_group import PieceExchange, RankGroup
 
 

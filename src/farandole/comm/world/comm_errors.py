@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from ...core.failures.backend_texts import first_line, is_peer_lost, is_timeout, waited_seconds
+from ...core.failures import first_line, is_peer_lost, is_timeout, waited_seconds
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 from .socket_abort import SocketAborter
 

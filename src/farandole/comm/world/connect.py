@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.environ.env import BACKENDS, read_backend, read_elastic_settings
-from ...core.failures.backend_texts import first_line
+from ...core.failures import first_line
 from ...core.launchers.rank_variables import RankVariables, read_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError
 from ..device.accelerator import backend_of, local_gpu, set_device

@@ -25,7 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ...core.environ.env import read_nonce
-from ...core.failures.backend_texts import first_line
+from ...core.failures import first_line
 from ...core.launchers.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled
 from ...core.vocabulary.notice import write_notice

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
-from ..batch_weight.listeners import Listeners
-from ..batch_weight.weight import BatchWeight
+from ..batch_weight import BatchWeight, Listeners
 
 # Steps of a training: which optimizer counts them, and who is told of each.
 Listener = Callable[[int], None]

@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from ...core.host.open_sockets import Key, borrowed, open_sockets
-from ...core.host.others_sockets import sockets_of_other_threads
+from ...core.host.open_sockets import Key, borrowed, open_sockets, sockets_of_other_threads
 
 _noticed: set[Key] = set()
 """Those of all worlds of this process: a store outlives the world that opened it."""

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ...core.host.uncaught import report_uncaught_errors
+from ...core.host.stacks import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError, PlanError
 from .comm_errors import translated

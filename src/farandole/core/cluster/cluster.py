@@ -8,14 +8,77 @@ group of ranks pays the costs of the outermost tier that it crosses.
 all such groups exchange: a rank has its part of the host's link. In a group with several ranks on each host, only
 one in so many crosses to the next host in a ring, or each sends that part of the bytes after a sum in the host: it
 has so many times these bytes per second, up to what the inner tier gives. `collective` has what a rank sends.
+
+[Note: work of a collective] One definition for those who fit `CollectiveCost` to measured exchanges and for those
+who predict exchanges by it. Bytes are those that the busiest rank sends with the algorithm that sends least; an
+exchange that sends more of them (a backend whose reduce-scatter is an all-reduce inside) is measured as one with
+less bandwidth. Rounds grow with the logarithm of the ranks, as those of trees and of recursive doubling do:
+Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
-from .coefficient import Coefficient
+from ..step_model.link import ring_bytes
+from ..vocabulary.errors import ConfigError
+from ..vocabulary.suggestions import did_you_mean
+
+# A figure of a cluster with its source and its interval.
+
+Source = Literal["measured", "preset", "fitted"]
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficient:
+    """A figure, where it comes from, and the interval that it is likely in."""
+
+    value: float
+    source: Source = "preset"
+    """"measured" on this cluster, "preset": from a table, never measured here, "fitted" to runs."""
+    low: float | None = None
+    """Lower end of the interval; None: not known."""
+    high: float | None = None
+
+    def interval(self) -> tuple[float, float]:
+        """Return both ends; an end that is not known is the value."""
+        return (self.value if self.low is None else self.low), (self.value if self.high is None else self.high)
+
+
+# What a collective makes a rank do: the bytes it sends, and the rounds in which it waits for others.
+
+
+@dataclass(frozen=True)
+class CollectiveWork:
+    """What one rank does in a collective."""
+
+    sent_bytes: float
+    rounds: int
+
+
+def collective_work(operation: str, ranks: int, nbytes: float) -> CollectiveWork:
+    """Return what a collective among `ranks` ranks makes one of them do. See [Note: work of a collective].
+
+    `nbytes`: of the input of all_reduce, reduce_scatter, all_to_all (of one rank) and broadcast, of the output of
+    all_gather, of the message of send. A single rank sends nothing.
+
+    >>> collective_work("all_reduce", 4, 1000)
+    CollectiveWork(sent_bytes=1500.0, rounds=4)
+    """
+    if operation not in OPERATIONS:
+        raise ConfigError(f"unknown operation {operation!r}", remedy=did_you_mean(operation, OPERATIONS))
+    if ranks == 1:
+        return CollectiveWork(0.0, 0)
+    if operation == "send":
+        return CollectiveWork(float(nbytes), 1)
+    rounds = (ranks - 1).bit_length()
+    if operation == "broadcast":
+        return CollectiveWork(float(nbytes), rounds)
+    passes = 2 if operation == "all_reduce" else 1
+    return CollectiveWork(ring_bytes(nbytes, ranks, passes), passes * rounds)
+
 
 CLUSTER_VERSION = 1
 _ONE = Coefficient(1.0)
@@ -166,3 +229,48 @@ class Cluster:
         """Return the innermost tier that holds `ranks` ranks that are `stride` apart. The last if none does."""
         span = (ranks - 1) * stride + 1
         return next((tier for tier in self.tiers if tier.ranks >= span), self.tiers[-1])
+
+
+# The same machines, more or fewer of them.
+
+
+def with_ranks(cluster: Cluster, ranks: int) -> Cluster:
+    """Return the cluster with `ranks` ranks: fewer, or more hosts like those that are known.
+
+    Figures stay as they are: beyond the ranks that were measured they are extrapolated. Speeds of ranks that are
+    not there are left out. Raises `ConfigError` for ranks that do not fill whole hosts, and for more than a host
+    where nothing is known of a network.
+    """
+    if ranks == cluster.ranks:
+        return cluster
+    if ranks > cluster.ranks and len(cluster.tiers) == 1:
+        count = "1 rank" if cluster.ranks == 1 else f"{cluster.ranks} ranks"
+        measured = "measure on two hosts (farandole measure -H a:4,b:4), or add [[tiers]] for the network"
+        has_network = "network" in cluster.fingerprint
+        raise ConfigError(
+            f"cluster {cluster.name!r} is one host of {count}, and {ranks} need a network",
+            remedy=f"name the preset, which has one: --cluster {cluster.fingerprint['preset']}; or {measured}"
+            if has_network
+            else measured,
+        )
+    tiers: list[Tier] = []
+    for tier in cluster.tiers:
+        if tier is cluster.tiers[-1] or tier.ranks >= ranks:
+            tiers.append(replace(tier, ranks=ranks))
+            break
+        check_hosts(ranks, tier.ranks, f"cluster {cluster.name!r}")
+        tiers.append(tier)
+    speeds = {rank: speed for rank, speed in cluster.rank_speeds.items() if rank < ranks}
+    return replace(cluster, tiers=tuple(tiers), rank_speeds=speeds)
+
+
+def check_hosts(ranks: int, per_host: int, what: str) -> None:
+    """Raise `ConfigError` for ranks that are not a part of a host, or whole hosts."""
+    if ranks < 1:
+        raise ConfigError(f"{ranks} ranks: expected at least 1")
+    if ranks > per_host and ranks % per_host:
+        less = ranks - ranks % per_host
+        raise ConfigError(
+            f"{what}: {ranks} ranks do not fill hosts of {per_host}",
+            remedy=f"take {less} or {less + per_host} ranks",
+        )

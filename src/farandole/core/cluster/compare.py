@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .cluster import Cluster, ComputeRate, Tier
-from .coefficient import Coefficient
+from .cluster import Cluster, Coefficient, ComputeRate, Tier
 
 _SAME = 1e-9
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..vocabulary.errors import ConfigError
 from ..vocabulary.suggestions import did_you_mean
-from .coefficient import Coefficient
+from .cluster import Coefficient
 
 T = TypeVar("T")
 _MOST_CHARACTERS = 80

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from .coefficient import Coefficient
+from .cluster import Coefficient
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 

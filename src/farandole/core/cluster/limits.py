@@ -16,8 +16,7 @@ from typing import Any
 from ..vocabulary.codec_spec import AUTO, CodecSpec
 from ..vocabulary.errors import ConfigError
 from ..vocabulary.suggestions import did_you_mean, upgrade_remedy
-from .cluster import CLUSTER_VERSION, OPERATIONS, Cluster, Device, Tier
-from .coefficient import Coefficient
+from .cluster import CLUSTER_VERSION, OPERATIONS, Cluster, Coefficient, Device, Tier
 from .decode import FieldPath
 
 PRECISIONS = ("fp32", "bf16", "fp16")

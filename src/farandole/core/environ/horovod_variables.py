@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .env import own_environment, variables
-from .env_parsing import read_number, read_seconds, read_switch
+from .env import own_environment, read_number, read_seconds, read_switch, variables
 from .job_plan import PlanRequest
 
 _FUSION, _SHUTDOWN = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"

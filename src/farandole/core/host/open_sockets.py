@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import threading
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 Key = tuple[int, int]
 """Descriptor and inode: a descriptor alone may be another socket by now."""
@@ -48,3 +51,41 @@ def _local_port(key: Key) -> tuple[int | None, bool]:
         if ours.family in (socket.AF_INET, socket.AF_INET6) and ours.type == socket.SOCK_STREAM:
             return ours.getsockname()[1], bool(ours.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
     return None, False
+
+
+# Which Python sockets other threads of a program open while this one connects.
+
+_lock = threading.Lock()
+_watchers: list[tuple[int, weakref.WeakSet[socket.socket]]] = []
+"""Threads that connect, and what they have seen of others."""
+_plain_init = socket.socket.__init__
+
+
+@contextmanager
+def sockets_of_other_threads() -> Iterator[weakref.WeakSet[socket.socket]]:
+    """Yield a set that gets every Python socket that another thread makes or accepts meanwhile.
+
+    Sockets that C code opens are in none: neither a backend's nor a library's of the program's own.
+    """
+    seen: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+    watcher = (threading.get_ident(), seen)
+    with _lock:
+        _watchers.append(watcher)
+        if len(_watchers) == 1:
+            socket.socket.__init__ = _note_and_init  # type: ignore[method-assign, assignment]
+    try:
+        yield seen
+    finally:
+        with _lock:
+            _watchers[:] = [other for other in _watchers if other is not watcher]
+            if not _watchers and socket.socket.__init__ is _note_and_init:
+                socket.socket.__init__ = _plain_init  # type: ignore[method-assign]
+
+
+def _note_and_init(made: socket.socket, *arguments: Any, **named: Any) -> None:
+    _plain_init(made, *arguments, **named)
+    here = threading.get_ident()
+    with _lock:
+        for thread, seen in _watchers:
+            if thread != here:
+                seen.add(made)

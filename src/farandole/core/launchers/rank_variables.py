@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..environ.env import GENERATION, NONCE, own_environment, variables
-from ..environ.env_parsing import read_number
+from ..environ.env import GENERATION, NONCE, own_environment, read_number, variables
 from ..vocabulary.errors import ConfigError
 from .launcher_env import LauncherEnv, RankNames, read_first
 from .mpi import OPEN_MPI, PMI

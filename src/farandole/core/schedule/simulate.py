@@ -6,12 +6,108 @@ the rank computes on meanwhile. Messages from one rank to another travel one aft
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import lru_cache
+from html import escape
+from itertools import product
+from typing import NamedTuple, NoReturn
 
-from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule, crosses
-from .validate import validate
+from ..vocabulary.errors import PlanError
+from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, KINDS, Action, Schedule, crosses, is_ready
+
+# What is wrong with a schedule: checked before anything runs.
+
+
+def validate(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
+    """Return all actions with their ranks, in an order in which they can run.
+
+    Raises `PlanError` unless every micro-batch passes every stage once, on its rank, without a deadlock.
+    """
+    if not schedule.actions or not schedule.stage_ranks or schedule.micro_batches < 1:
+        _refuse(schedule, "it has no ranks, no stages or no micro-batches")
+    unknown = [rank for rank in schedule.stage_ranks if not 0 <= rank < schedule.ranks]
+    if unknown:
+        _refuse(schedule, f"a stage is on rank {unknown[0]}, and there are {schedule.ranks} ranks")
+    kinds = (FORWARD, *((BACKWARD_INPUT, BACKWARD_WEIGHT) if schedule.divides_backward else (BACKWARD,)))
+    for rank, actions in enumerate(schedule.actions):
+        expected = set(product(schedule.stages_of(rank), kinds, range(schedule.micro_batches)))
+        if len(actions) != len(expected) or set[tuple[int, str, int]](actions) != expected:
+            _refuse_actions(schedule, kinds)
+    return _in_order(schedule)
+
+
+def _refuse_actions(schedule: Schedule, kinds: Sequence[str]) -> NoReturn:
+    """Say what is wrong with the actions of a schedule, of which some rank has others than it should."""
+    expected = {
+        Action(stage, kind, micro_batch)
+        for stage in range(schedule.stages)
+        for kind in kinds
+        for micro_batch in range(schedule.micro_batches)
+    }
+    known = frozenset(expected)
+    for rank, actions in enumerate(schedule.actions):
+        for action, count in Counter(actions).items():
+            if action not in known:
+                _refuse(schedule, f"rank {rank} has {action}, which is no action of it")
+            if schedule.stage_ranks[action.stage] != rank:
+                _refuse(
+                    schedule,
+                    f"rank {rank} has {action}, but stage {action.stage} is on rank "
+                    f"{schedule.stage_ranks[action.stage]}",
+                )
+            if count > 1:
+                _refuse(schedule, f"rank {rank} has {action} {count} times")
+            expected.discard(action)
+    _refuse(schedule, f"{min(expected)} is missing")
+
+
+def in_flight(schedule: Schedule) -> tuple[int, ...]:
+    """Return the most micro-batches whose activations each rank keeps at once, all of its stages together.
+
+    Activations are kept from the forward pass to the backward pass, to that of the weights if it is divided.
+    """
+    most = []
+    for actions in schedule.actions:
+        kept = peak = 0
+        for action in actions:
+            kept += (action.kind == FORWARD) - (action.kind in (BACKWARD, BACKWARD_WEIGHT))
+            peak = max(peak, kept)
+        most.append(peak)
+    return tuple(most)
+
+
+@lru_cache(maxsize=2)
+def _in_order(schedule: Schedule) -> tuple[tuple[int, Action], ...]:
+    """Return the order; it is kept for the simulation that often follows where a schedule was built."""
+    order: list[tuple[int, Action]] = []
+    divided, stages, done = schedule.divides_backward, schedule.stages, set[tuple[int, str, int]]()
+    position = [0] * schedule.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            while position[rank] < len(actions):
+                action = actions[position[rank]]
+                if not is_ready(action, done, stages, divided=divided):
+                    break
+                done.add(action)
+                order.append((rank, action))
+                position[rank] += 1
+                moved = True
+    stuck = [
+        f"rank {rank} at {actions[position[rank]]}"
+        for rank, actions in enumerate(schedule.actions)
+        if position[rank] < len(actions)
+    ]
+    if stuck:
+        _refuse(schedule, f"it deadlocks: each waits for another, {', '.join(stuck)}")
+    return tuple(order)
+
+
+def _refuse(schedule: Schedule, why: str) -> NoReturn:
+    raise PlanError(f"schedule {schedule.name!r}: {why}", remedy="take one of the named schedules")
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,3 +260,152 @@ def _receiver(schedule: Schedule, action: Action) -> int | None:
     if action.kind == BACKWARD_WEIGHT or not action.stage:
         return None
     return schedule.stage_ranks[action.stage - 1]
+
+
+# A simulated schedule as a grid of characters and as an SVG: one row a rank, time from left to right.
+
+_COLORS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", BACKWARD_INPUT: "#e8a33d", "W": "#72b7b2"}
+_WIDTH, _ROW, _LEFT, _HEAD = 960.0, 26, 64, 34
+_MOST_COLUMNS = 400
+_LETTERS = 6.5
+"""Pixels of a letter of the labels."""
+
+
+def draw_grid(simulation: Simulation, *, unit_seconds: float) -> str:
+    """Return one line a rank: a cell of four characters for `unit_seconds`, dots for the bubble.
+
+    ``F3`` is the forward pass of micro-batch 3, ``B3`` its backward pass, ``I3`` and ``W3`` the parts of a divided
+    one; a prime marks further stages of the rank. A step of more than 400 cells is cut, and the line says so.
+    """
+    columns = round(simulation.total_seconds / unit_seconds)
+    lines = []
+    for rank in range(len(simulation.busy_seconds)):
+        cells = ["."] * columns
+        mine = [span for span in simulation.spans if span.rank == rank]
+        first = min((span.action.stage for span in mine), default=0)
+        for span in mine:
+            begin, end = (round(at / unit_seconds) for at in (span.begin_seconds, span.end_seconds))
+            prime = "'" if span.action.stage != first else ""
+            cells[begin:end] = [f"{span.action.kind}{span.action.micro_batch}{prime}", *["-"] * (end - begin - 1)]
+        row = "".join(f"{cell:<4}" for cell in cells[:_MOST_COLUMNS]).rstrip()
+        lines.append(f"rank {rank:<3} {row}{' ...' if columns > _MOST_COLUMNS else ''}")
+    return "\n".join(lines) + "\n"
+
+
+def draw_svg(simulation: Simulation, *, title: str) -> str:
+    """Return the schedule as an SVG document, with a tooltip for each action."""
+    ranks = len(simulation.busy_seconds)
+    scale = (_WIDTH - _LEFT - 8) / (simulation.total_seconds or 1.0)
+    height = _HEAD + ranks * _ROW + 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height}" font-family="sans-serif" '
+        f'font-size="11"><title>{escape(title)}</title>',
+        f'<rect width="{_WIDTH:g}" height="{height}" fill="white"/>',
+        f'<text x="8" y="20" font-size="13">{escape(title)}</text>',
+    ]
+    for rank in range(ranks):
+        top = _HEAD + rank * _ROW
+        parts.append(f'<text x="8" y="{top + 16}">rank {rank}</text>')
+        parts.append(
+            f'<rect x="{_LEFT}" y="{top}" width="{simulation.total_seconds * scale:.2f}" height="{_ROW - 4}" '
+            'fill="#eeeeee"/>'
+        )
+    first = {rank: min(s.action.stage for s in simulation.spans if s.rank == rank) for rank in range(ranks)}
+    parts += [_box(span, scale, is_first=span.action.stage == first[span.rank]) for span in simulation.spans]
+    at = float(_LEFT)
+    for kind, name in KINDS.items():
+        if any(span.action.kind == kind for span in simulation.spans):
+            parts.append(f'<rect x="{at}" y="{height - 20}" width="12" height="12" fill="{_COLORS[kind]}"/>')
+            parts.append(f'<text x="{at + 16}" y="{height - 10}">{name}</text>')
+            at += 36 + _LETTERS * len(name)
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _box(span: ActionSpan, scale: float, *, is_first: bool) -> str:
+    action = span.action
+    left, width = _LEFT + span.begin_seconds * scale, (span.end_seconds - span.begin_seconds) * scale
+    top = _HEAD + span.rank * _ROW
+    label = str(action.micro_batch)
+    text = (
+        f'<text x="{left + width / 2:.2f}" y="{top + 15}" text-anchor="middle" fill="white">{label}</text>'
+        if width > _LETTERS * len(label)
+        else ""
+    )
+    what = f"{KINDS[action.kind]} of micro-batch {action.micro_batch}, stage {action.stage}"
+    return (
+        f'<g><title>{what}</title><rect x="{left:.2f}" y="{top}" width="{max(width - 0.5, 0.1):.2f}" '
+        f'height="{_ROW - 4}" fill="{_COLORS[action.kind]}" opacity="{1 if is_first else 0.7}"/>'
+        f"{text}</g>"
+    )
+
+
+# 1F1B without a flush: batches follow each other in the pipeline (PipeDream-2BW).
+#
+# Narayanan et al. 2006.09503, section 3.1. The warm-up of a batch is filled with the backward passes that the
+# batch before left open, so no rank waits between two batches. With batches of m micro-batches the actions of k
+# batches are those of 1F1B with k m micro-batches: micro-batch n is of batch n // m. What a rank does in one
+# call of `fd.step` begins with its first forward pass of the batch and ends before that of the next one;
+# backward passes of the last p - 1 - r micro-batches on rank r are then still to come. They end within the next
+# call if m >= p - 1; the paper has m >= p, so that two versions of the weights are enough.
+
+Rows = tuple[tuple[Action, ...], ...]
+"""Actions by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchesInARow:
+    """The actions of batches that follow each other without a flush, one stage a rank.
+
+    Micro-batches are counted from the first batch on. Raises `PlanError` for fewer micro-batches than ranks, and
+    unless two batches in a row are a valid schedule.
+    """
+
+    ranks: int
+    micro_batches: int
+    """The number of them in one batch."""
+
+    def __post_init__(self) -> None:
+        if self.micro_batches < self.ranks:
+            raise PlanError(
+                f"plan: weight_versions = 2 with {self.micro_batches} micro-batches on {self.ranks} ranks: with "
+                "fewer micro-batches than ranks two versions of the weights are not enough",
+                remedy=f"set micro_batches = {self.ranks} or more",
+            )
+        validate(self.schedule(2))
+
+    def batch(self, number: int) -> Rows:
+        """Return what each rank does from its first forward pass of batch `number` to that of the next one."""
+        begin = number * self.micro_batches
+        rows = []
+        for rank in range(self.ranks):
+            row = []
+            for each in range(begin, begin + self.micro_batches):
+                row.append(Action(rank, FORWARD, each))
+                if each >= self.ahead(rank):
+                    row.append(Action(rank, BACKWARD, each - self.ahead(rank)))
+            rows.append(tuple(row))
+        return tuple(rows)
+
+    def end(self, batches: int) -> Rows:
+        """Return the backward passes that are still to come after `batches` batches."""
+        last = batches * self.micro_batches
+        return tuple(
+            tuple(Action(rank, BACKWARD, each) for each in range(last - self.ahead(rank), last))
+            for rank in range(self.ranks)
+        )
+
+    def schedule(self, batches: int) -> Schedule:
+        """Return all actions of `batches` batches, from the first forward to the last backward pass."""
+        parts = [*map(self.batch, range(batches)), self.end(batches)]
+        rows = tuple(tuple(each for part in parts for each in part[rank]) for rank in range(self.ranks))
+        return Schedule("1f1b", batches * self.micro_batches, tuple(range(self.ranks)), rows)
+
+    def position(self, rank: int, action: Action) -> int:
+        """Return a number that grows in the order of a rank's actions, however many batches follow."""
+        if action.kind == FORWARD:
+            return 2 * action.micro_batch
+        return 2 * (action.micro_batch + self.ahead(rank)) + 1
+
+    def ahead(self, rank: int) -> int:
+        """Return the micro-batches whose backward passes are to come when `rank` begins the next batch."""
+        return self.ranks - 1 - rank

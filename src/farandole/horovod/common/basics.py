@@ -64,7 +64,7 @@ class HorovodBasics:
                 "--backend farandole: Horovod's operations are exchanged without torch's process groups",
                 remedy="start this script without --backend",
             )
-        from ...train.elastic.elastic_worker import generation_is_over
+        from ...train.elastic import generation_is_over
 
         static = static_process_sets(process_sets)
         settings = read_horovod_variables()
@@ -100,7 +100,7 @@ class HorovodBasics:
 
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
         from ...comm.named_ops.engine import NamedOpsEngine
-        from ...comm.named_ops.operations.request import NamedOpsSettings
+        from ...comm.named_ops.operations import NamedOpsSettings
         from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
         from ...observe.export.operation_timeline import OperationTimeline
         from ...train.session import init

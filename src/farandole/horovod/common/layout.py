@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.named_ops.engine import NamedOpsEngine
-from ...comm.named_ops.operations.request import Request
+from ...comm.named_ops.operations import Request
 from ...comm.world.world import World
 
 

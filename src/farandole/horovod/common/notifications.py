@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from ...train.elastic.elastic_worker import ElasticWorker, SyncAgreement
+    from ...train.elastic import ElasticWorker, SyncAgreement
 
 
 class HostsListener(Protocol):
@@ -39,7 +39,7 @@ class WorkerNotificationManager:
     def init(self) -> None:
         """Connect to the launcher of an elastic job, when there is one. May be called again."""
         if self._member is None:
-            from ...train.elastic.elastic_worker import member
+            from ...train.elastic import member
 
             self._member = member()
             if self._member is not None:

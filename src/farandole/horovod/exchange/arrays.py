@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...comm.messages.element_bytes import bytes_of
-from ...comm.named_ops.operations.request import Request
-from ...comm.named_ops.operations.signature import DTYPES
+from ...comm.messages import bytes_of
+from ...comm.named_ops.operations import DTYPES, Request
 from ..common.basics import basics
 from ..common.exceptions import HorovodMismatchError
 from ..common.objects import allgather_object

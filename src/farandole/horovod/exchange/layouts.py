@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm.named_ops.operations.request import Request
+from ...comm.named_ops.operations import Request
 from ..common.basics import basics
 from ..common.exceptions import HorovodMismatchError
 from ..common.operations import begin, wait

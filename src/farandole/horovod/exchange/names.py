@@ -11,6 +11,46 @@ import re
 from collections import Counter
 from typing import Any
 
+from ..common.basics import basics
+from ..common.exceptions import HorovodInternalError
+
+# The last error of an exchange inside a compiled step: frameworks keep its text, in an error of their own.
+
+
+class Failures:
+    """Which of our errors a framework's was made of."""
+
+    def __init__(self) -> None:
+        self.last: HorovodInternalError | None = None
+
+    def note(self, problem: BaseException) -> None:
+        """Remember an error that is handed to a framework."""
+        if isinstance(problem, HorovodInternalError):
+            self.last = problem
+
+    def behind(self, error: BaseException) -> HorovodInternalError | None:
+        """Return which of ours a framework's `error` was made of; None when it is not one of ours."""
+        if isinstance(error, HorovodInternalError):
+            return error
+        last = self.last
+        return last if last is not None and str(last) in str(error) else None
+
+
+failures = Failures()
+"""Those of this process."""
+
+
+# The end of one generation of an elastic job and the beginning of the next, for all front ends.
+
+
+def meet_again() -> None:
+    """Leave the world, and join that of the ranks that are there now."""
+    from ...train.session import shutdown as leave
+
+    basics.shutdown()
+    leave()  # the world too, when the program opened it before `hvd.init`
+    basics.init()
+
 
 class MadeObjects:
     """How many objects of each kind this process has made."""

@@ -13,7 +13,7 @@ import time
 from dataclasses import replace
 from typing import NamedTuple
 
-from ...comm.named_ops.operations.request import Ticket, Travel
+from ...comm.named_ops.operations import Ticket, Travel
 from ...core.vocabulary.codec_spec import AUTO, NONE
 from ...core.vocabulary.events import BucketFacts, BucketTimes, Exchange
 from .batch_phases import Finished

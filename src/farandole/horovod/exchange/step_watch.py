@@ -24,7 +24,7 @@ from ...core.vocabulary.events import BucketFacts, BucketLayout, Event, Logged
 from ...core.vocabulary.notice import write_notice
 from ...parallel.instrument.training_facts import TrainingFacts, facts_of
 from ...train.data.loader_watch import pause_loaders, watch_loaders
-from ...train.stall.open_phases import open_phases
+from ...train.stall.watcher import open_phases
 from ..common.running import find_running
 from .batch_phases import Finished, Mark, OpenBatch, before_exchange, phase, without_exchange
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 from typing import Any
 
 from .layer.backends import import_keras
-from .layer.binding import bind_all
 from .layer.elastic import ELASTIC_CALLBACKS, KerasState, run
+from .layer.front_end import bind_all
 
 _bound: dict[str, Any] = bind_all(ELASTIC_CALLBACKS, import_keras("keras", "keras"), __name__)
 CommitStateCallback = _bound["CommitStateCallback"]

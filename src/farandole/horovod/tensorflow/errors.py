@@ -8,7 +8,7 @@
 | another rank did not come in time | UnknownError | HorovodStalledError |
 | everything else, after a shutdown too | AbortedError | HorovodInternalError |
 
-Inside a graph TensorFlow makes the error itself, of a code and a text; `exchange.failures` knows what it was.
+Inside a graph TensorFlow makes the error itself, of a code and a text; `exchange.names` knows what it was.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..common.exceptions import (
     HorovodPeerLostError,
     HorovodStalledError,
 )
-from ..exchange.failures import failures as failures  # noqa: PLC0414 - others take it from here
+from ..exchange.names import failures as failures  # noqa: PLC0414 - others take it from here
 from .installed import tf
 
 _SESSION = (

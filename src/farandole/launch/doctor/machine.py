@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..job.cores import available_cores
+from ..job.placement import available_cores
 from .facts import Gpu
 
 _CGROUP = Path("/sys/fs/cgroup")

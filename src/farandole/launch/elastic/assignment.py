@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..job.contract import RankSpec
-from ..job.host_list import HostSlots
+from ..job.hosts import HostSlots
 from ..job.placement import assign_ranks
 from .generation import NO_STATE, Worker
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..job.contract import JobSpec, RankSpec
-from ..job.emulated_hosts import HostNamespaces
+from ..job.hosts import HostNamespaces
 from ..supervise.reaper import Reaper
 from .worker_host import Reports
 from .workers import Workers

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...core.vocabulary.errors import LaunchError
-from ..job.emulated_hosts import CLONE_NEWUSER, HOST_NAMESPACES
+from ..job.hosts import CLONE_NEWUSER, HOST_NAMESPACES
 from ..supervise.process import dying_with_us
 
 _MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000

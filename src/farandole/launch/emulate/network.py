@@ -26,7 +26,7 @@ from ...core.environ.env import inherited_environment, read_command_path
 from ...core.host.congestion import IN_USE
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.units import format_bits_per_second
-from ..job.emulated_hosts import HostNamespaces, write_hosts
+from ..job.hosts import HostNamespaces, write_hosts
 from ..supervise.stopped_process import state_of
 from .congestion import CongestionChoice, choose
 from .namespace_holder import NamespaceHolder, start_keeper

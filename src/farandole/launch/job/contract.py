@@ -12,7 +12,7 @@ from ...core.environ import env
 from ...core.launchers.launcher_env import LOOPBACK
 from ...core.launchers.rank_variables import RankVariables, write_rank_variables
 from ...core.vocabulary.errors import ConfigError
-from .emulated_hosts import HostNamespaces
+from .hosts import HostNamespaces
 
 FROZEN_SECONDS = 1.5
 """How long a rank may be stopped by a signal. Noticing it, taking stacks and ending all ranks takes 0.6 s more."""

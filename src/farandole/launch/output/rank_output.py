@@ -23,8 +23,7 @@ from typing import IO
 from ...core.environ.env import color_is_allowed
 from ...core.vocabulary.notice import NOTICE
 from ...core.vocabulary.run_files import log_path
-from .equal_warnings import EqualWarnings
-from .log_file import LogFile
+from .log_file import EqualWarnings, LogFile
 from .style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
 
 HOLD_SECONDS = 0.7

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from ...core.environ.env import set_variables
 from ...core.vocabulary.errors import ConfigError
-from .child import need_command, run_child
-from .submission import SubmitSpec
+from .submission import SubmitSpec, need_command, run_child
 
 FORMAT = "shell"
 _VERSION_SECONDS = 20.0

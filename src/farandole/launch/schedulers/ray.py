@@ -21,8 +21,7 @@ from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ...core.vocabulary.suggestions import install_command
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..job.host_list import HostSlots
-from ..job.hosts import LOOPBACK
+from ..job.hosts import LOOPBACK, HostSlots
 from ..job.placement import assign_ranks
 from ..output.rank_output import Output
 from ..supervise.failure import Exit, Failure, find_failure

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from ...core.environ.env import inherited_environment
 from ...core.host.interfaces import towards
 from ...core.vocabulary.errors import LaunchError
-from ..job.ports import ReservedPort
+from ..job.placement import ReservedPort
 from ..supervise.process import RankProcess, start_rank
 from ..supervise.reaper import end_group, has_ended
 

@@ -14,8 +14,7 @@ import sys
 from ...core.environ.env import own_environment
 from ...core.launchers.slurm import slurm_allocation_nodes
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from .child import need_command, run_child
-from .submission import SubmitSpec
+from .submission import SubmitSpec, need_command, run_child
 
 FORMAT = "sbatch"
 _PROGRAM = (sys.executable, "-m", "farandole")

@@ -22,10 +22,9 @@ from ..supervise.fixed_job import FixedJob
 from .agent.files import FileTaker
 from .link.frames import Message
 from .link.handshake import Handshake
-from .link.heartbeat import Heartbeat
 from .link.host_failure import HostFailure
 from .link.host_link import HostLink, Phase
-from .link.protocol import SUSPECT_SECONDS, pack_places, unpack_crash
+from .link.protocol import SUSPECT_SECONDS, Heartbeat, pack_places, unpack_crash
 from .remote_job import HostListener, RemoteJobSpec
 from .root_cause import Loss, find_cause
 
@@ -98,7 +97,7 @@ class RemoteJob(FixedJob):
             self._known_crashes.append(crash)
             crash.write(self.work.job.run_directory)
         elif kind == "positions":
-            from ...core.failures.positions import Position  # only of a job that is interrupted
+            from ...core.failures import Position
 
             found = [Position.from_json(str(text)) for text in message["positions"]]
             self._positions |= {position.rank: position for position in found if position is not None}

@@ -11,7 +11,7 @@ from typing import Any
 from ...core.vocabulary.errors import LaunchError
 from ...core.wire.framing import FrameError, read_json
 from ..job.contract import JobSpec
-from ..supervise.failure_detector import OwnPauses
+from ..supervise.stopped_process import OwnPauses
 from .agent.files import FileTaker
 from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
 from .link.handshake import Handshake, check_ready

@@ -13,12 +13,10 @@ from ..elastic.driver import ElasticJob
 from ..elastic.options import ElasticOptions
 from ..elastic.this_machine import LocalHostPool
 from ..elastic.worker_host import HostPool
-from ..job.cores import available_cores, threads_per_rank
-from ..job.emulated_hosts import HostNamespaces
-from ..job.host_list import HostSlots
-from ..job.hosts import EmulatedHost, Host
+from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots
+from ..job.placement import available_cores, threads_per_rank
 from ..output.rank_output import Output
-from ..ssh.host_pool import SshHostPool
+from ..ssh.elastic_host import SshHostPool
 from ..ssh.link.remote_shell import connecting_command
 from ..ssh.remote_job import RemoteJobSpec
 from ..supervise.job_loop import Outcome

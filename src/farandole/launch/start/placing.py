@@ -14,11 +14,16 @@ from ...core.launchers.launcher_env import NodeInfo
 from ...core.launchers.node_env import read_node_info
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
-from ..job.cores import available_cores, bind_ranks, crowding_warnings, threads_per_rank
-from ..job.host_list import MOST_SLOTS, HostSlots
-from ..job.hosts import LOOPBACK, Host, HostFinder, LocalHost, need_ssh, rendezvous_address
-from ..job.node_ranks import node_places, ranks_per_node
-from ..job.placement import assign_ranks
+from ..job.hosts import LOOPBACK, MOST_SLOTS, Host, HostFinder, HostSlots, LocalHost, need_ssh, rendezvous_address
+from ..job.placement import (
+    assign_ranks,
+    available_cores,
+    bind_ranks,
+    crowding_warnings,
+    node_places,
+    ranks_per_node,
+    threads_per_rank,
+)
 from ..job.variables import forwarded_variables
 from ..ssh.link.frames import MOST_BYTES
 from ..ssh.link.remote_shell import HostSetup, SshOptions, check_name, connecting_command

@@ -15,7 +15,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, PLAN, hide_secrets
 from ...core.vocabulary.sync_spec import SyncSpec
 from ..job.contract import FROZEN_SECONDS, JobSpec
-from ..job.ports import ReservedPort
+from ..job.placement import ReservedPort
 from ..job.run_directory import make_run_directory, write_run
 from ..output.rank_output import Output
 from ..supervise.job_loop import Outcome

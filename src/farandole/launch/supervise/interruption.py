@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ...core.failures.positions import Position, describe, judge, read_positions
+from ...core.failures import Position, describe, judge, read_positions
 from ...core.vocabulary.run_files import INTERRUPTED, STACKS, STALL, SavesAccount, write_private
 from ...core.vocabulary.units import format_seconds
 

@@ -26,7 +26,7 @@ from ..output.rank_output import Output
 from .failure import Failure
 
 if TYPE_CHECKING:
-    from ...core.failures.positions import Position
+    from ...core.failures import Position
 
 TERMINATE_SECONDS = 0.5
 """From SIGTERM to SIGKILL."""

@@ -15,7 +15,7 @@ from ...core.host.process_status import raise_descriptor_limit
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec
-from ..job.ports import is_in_use
+from ..job.placement import is_in_use
 from ..output.rank_output import Output
 from .failure import Failure, account_of_leaving, find_failure, out_of_memory_kills
 from .fixed_job import FixedJob

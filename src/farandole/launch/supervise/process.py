@@ -14,7 +14,7 @@ from typing import IO
 
 from ...core.host.process_status import catches
 from ...core.vocabulary.errors import LaunchError
-from ..job.emulated_hosts import HostNamespaces, entering
+from ..job.hosts import HostNamespaces, entering
 from .reaper import kill_group
 from .stopped_process import behind_shells
 

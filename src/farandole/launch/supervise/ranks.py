@@ -24,7 +24,7 @@ from .stacks import StackTaker
 from .stopped_process import FrozenWatch
 
 if TYPE_CHECKING:
-    from ...core.failures.positions import Position
+    from ...core.failures import Position
 
 
 class Sink(Protocol):
@@ -79,7 +79,7 @@ class HostRanks:
 
     def note_positions(self) -> list[Position]:
         """Return where ranks stand that do no steps; have the stacks taken of those that cannot say it."""
-        from ...core.failures.positions import read_positions  # only of a job that is interrupted
+        from ...core.failures import read_positions
 
         found = read_positions(self.job.run_directory)
         if found:

@@ -23,7 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable
 
-from .failure_detector import FailureDetector
+from .stopped_process import FailureDetector
 
 Say = Callable[[str], None]
 _KILLED = "the process that ends all ranks in case this one is killed has been killed itself"

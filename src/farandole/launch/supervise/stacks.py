@@ -102,7 +102,7 @@ def read_current_stacks(run_directory: Path, step: int | None) -> dict[int, str]
     found = read_stacks(run_directory)
     if not found:
         return found
-    from ...core.failures.positions import read_positions  # only of a job that stood still
+    from ...core.failures import read_positions
 
     finished = {crash.rank: crash.step or 0 for crash in read_crashes(run_directory)}
     reached = max([step or 0, *finished.values()])

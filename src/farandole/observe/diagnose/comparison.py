@@ -21,8 +21,7 @@ from ..figures.inexact import codec_of, sync_of
 from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
 from ..read.run_reader import RunRecords, read_run
-from .facts.passes import bucket_bytes_of
-from .facts.step_table import RankStep, StepTable, make_step_table
+from .facts.step_table import RankStep, StepTable, bucket_bytes_of, make_step_table
 from .text import WIDTH, printable
 from .verdict import diagnose_records
 

@@ -1,7 +1,7 @@
 """Exchanges inside of steps that are none of gradients, of activations to losses: what they cost beyond waiting.
 
 [Note: fewer ranks of a degree] With half as many ranks there are twice as many models in smaller rings
-(`core.step_model.comm_cost`), and a step has twice the samples: a loader's batch is that of a rank. For the same
+(`core.step_model.link`), and a step has twice the samples: a loader's batch is that of a rank. For the same
 samples each model has half of them. But a rank then holds and exchanges the gradients of twice as many parameters:
 once in so many samples, at the rate of the exchanges that were seen. Ranks of a context group have all of them.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.step_model.comm_cost import ring_bytes
+from ...core.step_model.link import ring_bytes
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, degrees_of
 from ...core.vocabulary.errors import ConfigError
@@ -20,8 +20,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..figures.figures import mean
-from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
-from .facts.finding import Finding, Fix, Gain
+from .facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from .facts.proposals import command_with
 from .facts.step_table import StepTable, is_pipeline
 from .finders.communication import INT8_SHARE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from pathlib import Path
 
-from ...core.step_model.measured_step import MeasuredStep
+from ...core.step_model.prediction import MeasuredStep
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import ConfigError

@@ -20,8 +20,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.units import format_seconds
 from ..figures.figures import mean
 from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline
-from .facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
-from .facts.finding import Finding, Fix, Gain
+from .facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from .facts.proposals import command_with
 from .facts.step_table import StepTable
 

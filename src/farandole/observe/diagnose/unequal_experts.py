@@ -7,8 +7,7 @@ from ...core.vocabulary.events import SetupValue
 from ...core.vocabulary.units import format_seconds, format_share
 from ..figures.figures import mean
 from ..read.run_reader import RunRecords
-from .facts.evidence import LEAST_SHARE, confidence, format_cost
-from .facts.finding import Finding, Fix, Gain
+from .facts.finding import LEAST_SHARE, Finding, Fix, Gain, confidence, format_cost
 from .facts.step_table import StepTable
 
 LEAST_IMBALANCE = 1.5

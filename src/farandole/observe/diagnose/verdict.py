@@ -7,16 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.vocabulary.units import format_seconds, format_share
-from ..figures.counted import exchanges_none, few_steps
 from ..figures.figures import mean
+from ..figures.inexact import exchanges_none, few_steps
 from ..figures.step_parts import COMPUTE_AND_REST
 from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN
 from ..figures.tuning import read_tuning, verdict_of
 from ..figures.waits import hidden_by_step, rows_by_step
 from ..read.run_end import how_it_failed, how_it_hung
 from ..read.run_reader import RunRecords, read_run
-from .facts.evidence import confidence, format_cost
-from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix
+from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost
 from .facts.proposals import is_taken
 from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
 from .failed_saves import failed_saves
@@ -26,7 +25,7 @@ from .finders.disjoint import make_disjoint, room_of, scaled_to
 from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
 from .finders.front_ends import in_words_of
 from .finders.host_facts import find_device_limits, find_starved
-from .finders.input_wait import find_input
+from .finders.loader_fixes import find_input
 from .finders.optimizer_step import find_optimizer, find_small_batch
 from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses

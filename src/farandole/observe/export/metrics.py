@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.events import Sample
-from ..figures.device_time import rows_of
+from ..figures.step_parts import rows_of
 from ..figures.summary import Summary, summarise
 from ..format.phases import step_seconds
 from ..read.timeline_reader import RankTimeline

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core.vocabulary.errors import ConfigError
-from ..figures.device_time import rows_of
 from ..figures.figures import throughput
-from ..figures.step_parts import shares_of, step_parts
+from ..figures.step_parts import rows_of, shares_of, step_parts
 from ..figures.summary import weighted_loss
 from ..format.phases import step_seconds
 from ..format.rows import StepRow

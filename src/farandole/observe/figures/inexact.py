@@ -1,13 +1,117 @@
-"""What a run says where it trains unlike one process: ranks on their own, late gradients, lossy codecs."""
+"""What a run says where it trains unlike one process: ranks on their own, late gradients, lossy codecs.
+
+[Note: one number] The closing summary, the diagnosis, the comparison and the page show the same figures, so they
+take them from the same steps: those after the warm-up that all ranks have recorded.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, SETUP_WRAPPER
+from ...core.vocabulary.events import (
+    EXCHANGE,
+    SETUP_APART,
+    SETUP_CRITICAL_BATCH,
+    SETUP_CRITICAL_HIGH,
+    SETUP_CRITICAL_LOW,
+    SETUP_MEETINGS,
+    SETUP_REPLICAS,
+    SETUP_SYNC,
+    SETUP_WRAPPER,
+)
 from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, MEASURED_CODEC, SyncSpec
+from ..format.rows import StepRow
 from ..read.run_reader import RunRecords
+from ..read.timeline_reader import RankTimeline
 from .figures import mean
+
+# The critical batch that `fd.noise_scale` measured in a run. Definition: `docs/batch-size.md`.
+
+
+@dataclass(frozen=True)
+class CriticalBatch:
+    """The batch at which a loss needs twice the fewest steps and samples. In samples."""
+
+    samples: float
+    low: float
+    """The interval in which it is likely to be."""
+    high: float | None
+    """None: not known."""
+    global_batch: float | None
+    """That of the run; None: not known."""
+
+    def to_text(self) -> str:
+        """Return it for the closing table."""
+        high = "more" if self.high is None else f"{self.high:,.0f}"
+        text = f"{self.samples:,.0f} samples (95%: {self.low:,.0f} to {high})"
+        return text if self.global_batch is None else f"{text}, trained with {self.global_batch:,.0f}"
+
+
+def critical_batch_of(timeline: RankTimeline, global_batch: float | None) -> CriticalBatch | None:
+    """Return what rank 0, whose `timeline` this is, has recorded last; None: nothing."""
+    found, low, high = (
+        timeline.setup.get(name) for name in (SETUP_CRITICAL_BATCH, SETUP_CRITICAL_LOW, SETUP_CRITICAL_HIGH)
+    )
+    if not isinstance(found, (int, float)) or not isinstance(low, (int, float)) or not found > 0:
+        return None
+    return CriticalBatch(found, low, float(high) if isinstance(high, (int, float)) else None, global_batch)
+
+
+# Which steps the figures of a run are of, and whether its exchanges were seen: asked by every figure.
+
+FEW_STEPS = 10
+"""Figures of fewer steps say so where they stand."""
+
+
+def warm_up(steps: int) -> int:
+    """Return how many steps to leave out of rates: three, or a tenth if that is more; fewer of a short run."""
+    return min(max(3, steps // 10), max(0, steps - 1))
+
+
+def common_steps(timelines: Sequence[RankTimeline]) -> list[int]:
+    """Return the steps that all ranks have kept, in order."""
+    if not timelines:
+        return []
+    return sorted(set.intersection(*({row.step for row in timeline.steps} for timeline in timelines)))
+
+
+def counted_steps(timelines: Sequence[RankTimeline]) -> list[int]:
+    """Return the steps that figures are of; the last one of a run that has none after its warm-up."""
+    steps = common_steps(timelines)
+    first = min((timeline.steps[0].step for timeline in timelines if timeline.steps), default=0)
+    skip = warm_up(min((timeline.step_count for timeline in timelines), default=0))
+    return [step for step in steps if step >= first + skip] or steps[-1:]
+
+
+def sees_exchanges(timelines: Sequence[RankTimeline]) -> bool:
+    """Whether any exchange was seen, or there is none. Otherwise what ranks communicate is unknown, not 0."""
+    meets = any(SETUP_MEETINGS in timeline.setup for timeline in timelines)  # seldom, or after the last step
+    return (
+        meets
+        or exchanges_none(timelines)
+        or any(
+            any(_has_exchange(row) for row in timeline.steps) or any(row.sent_bytes for row in timeline.thinned)
+            for timeline in timelines
+        )
+    )
+
+
+def exchanges_none(timelines: Sequence[RankTimeline]) -> bool:
+    """Whether no rank holds the parameters of another, by the plan: then no gradients are exchanged."""
+    return bool(timelines) and all(timeline.setup.get(SETUP_REPLICAS) == 1 for timeline in timelines)
+
+
+def _has_exchange(row: StepRow) -> bool:
+    return bool(row.exchanges) or EXCHANGE in row.more_seconds or any(p.name == EXCHANGE for p in row.phases)
+
+
+def few_steps(counted: int, steps: int) -> str:
+    """Return what to say of figures that come from few steps, or nothing."""
+    return f"from {counted} of {steps} steps" if counted < min(FEW_STEPS, steps) else ""
+
 
 _FEW_MEETINGS, _FEW_WITH_MOMENTUM = 20, 100
 """Fewer are warned of: what is known of the loss is in docs/sync.md. A momentum of the outer step needs more."""

@@ -18,10 +18,17 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, 
 from ..format.rows import StepRow, ThinnedRow
 from ..read.run_reader import RunRecords, read_facts, read_run
 from ..read.timeline_reader import RankTimeline
-from .counted import counted_steps, exchanges_none, few_steps, sees_exchanges, warm_up
-from .critical_batch import CriticalBatch, critical_batch_of
 from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
-from .inexact import inexact_notes
+from .inexact import (
+    CriticalBatch,
+    counted_steps,
+    critical_batch_of,
+    exchanges_none,
+    few_steps,
+    inexact_notes,
+    sees_exchanges,
+    warm_up,
+)
 from .prediction_check import PredictionCheck, check_prediction
 from .step_parts import StepParts, shares_of, step_parts, undivided_share
 

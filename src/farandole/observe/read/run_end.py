@@ -11,8 +11,10 @@ import contextlib
 import json
 import os
 import socket
+from contextlib import suppress
 from pathlib import Path
 
+from ...core.vocabulary.errors import DataError
 from ...core.vocabulary.rank_lists import who_failed
 from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, METRICS, RUN, STALL, SUMMARY
 
@@ -62,7 +64,7 @@ def how_it_failed(run_directory: Path) -> str:
 
 def how_it_hung(run_directory: Path) -> str:
     """Return where the ranks stood in a run that ended while it hung; empty for others."""
-    from ...core.failures.positions import Position, describe, remedy  # most readers of runs do not ask
+    from ...core.failures import Position, describe, remedy
 
     for name, is_hang in ((INTERRUPTED, "hanging"), (STALL, "positions")):
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -104,3 +106,25 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+# The newest run below ``runs/``, where ``farandole run`` keeps them by default.
+
+RUNS = Path("runs")
+
+
+def newest_run() -> Path:
+    """Return the run that was started last. Raises `DataError` where there is none."""
+    found = runs_by_start()
+    if not found:
+        raise DataError(f"no RUN was given, and {RUNS}/ holds none", remedy="name a run directory")
+    return found[-1]
+
+
+def runs_by_start() -> list[Path]:
+    """Return the runs, the one that was started last at the end."""
+    started: list[tuple[float, Path]] = []
+    for path in RUNS.glob(f"*/{RUN}"):
+        with suppress(OSError):  # it was removed meanwhile
+            started.append((path.stat().st_mtime, path.parent))
+    return [path for _, path in sorted(started)]

@@ -2,20 +2,29 @@
 
 The first line says whose it is and in which version; each further line is one step or another record (`rows`).
 Files of version 1 are read too: they know the data's and the exchange's time and no other phase.
+
+[Note: which steps are kept] Whole rows are kept until they weigh more than a budget; then every second step is
+dropped, and again. A step's turn comes by a hash of its number, which is the same on all ranks and beats no
+rhythm: of steps with a pause every hundred steps, the sample has its fair share. What is dropped is added to the
+sums of the steps around it, so that counts of all steps stay exact.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.vocabulary.errors import DataError
 from ...core.vocabulary.events import (
     EVENTS_VERSION,
+    OTHER,
+    PIPELINE_WAIT,
+    STEP_PHASES,
     BucketLayout,
     ClockOffset,
     DevicePhases,
@@ -28,10 +37,143 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.suggestions import upgrade_remedy
 from ..format import rows
+from ..format.line_file import add_up, merge
+from ..format.phases import step_seconds
 from ..format.rows import StepRow, ThinnedRow
 from .link_traffic import RankTraffic
-from .sampling import LoggedLoss, StepSample, share_of_budget
-from .step_counts import StepCounts
+
+# The steps of a run of any length in bounded memory: a uniform sample of rows, and sums of the rows between.
+
+BUDGET = 400_000
+"""Buckets, phases and exchanges of all ranks together that are held in memory."""
+LEAST_STEPS = 64
+_HASH = 2654435761
+
+
+class LoggedLoss(NamedTuple):
+    """The loss of a step."""
+
+    step: int
+    loss: float
+    samples: int
+
+
+@dataclass
+class StepSample:
+    """The steps of one rank, as much of them as `budget` allows."""
+
+    budget: int | None
+    """Buckets, phases and exchanges to hold. None: all."""
+    steps: list[StepRow] = field(default_factory=list)
+    sums: list[ThinnedRow] = field(default_factory=list)
+    """Sums of the steps that are not in `steps`, in order, at most one between two of those."""
+    loss_ends: list[LoggedLoss] = field(default_factory=list)
+    """The first and the last loss of all steps."""
+    level: int = 0
+    """Steps were halved so many times."""
+    _held: int = 0
+    _open: bool = False
+    """Whether the last of `sums` comes after the last of `steps`."""
+
+    def wanted(self, step: int) -> bool:
+        """Return whether a step will be kept whole."""
+        return turn(step, self.level)
+
+    def take(self, row: StepRow | ThinnedRow) -> None:
+        """Take the next step, or sums of steps."""
+        if isinstance(row, StepRow) and row.loss is not None:
+            self.loss_ends[1:] = [LoggedLoss(row.step, row.loss, row.samples)]
+        if isinstance(row, ThinnedRow) or not self.wanted(row.step):
+            self._add(row)
+            return
+        self.steps.append(row)
+        self._open = False
+        self._held += weight(row)
+        while self.budget is not None and self._held > self.budget and len(self.steps) > LEAST_STEPS:
+            self._halve()
+
+    def _add(self, row: StepRow | ThinnedRow) -> None:
+        if self._open:
+            last = self.sums[-1]
+            self.sums[-1] = merge(last, row) if isinstance(row, ThinnedRow) else add_up(last, row)
+        else:
+            self.sums.append(row if isinstance(row, ThinnedRow) else add_up(None, row))
+            self._open = True
+
+    def _halve(self) -> None:
+        self.level += 1
+        rows: list[StepRow | ThinnedRow] = [*self.sums, *self.steps]
+        rows.sort(key=lambda row: row.begin_seconds)
+        self.steps.clear()
+        self.sums.clear()
+        self._open = False
+        for row in rows:
+            if isinstance(row, StepRow) and self.wanted(row.step):
+                self.steps.append(row)
+                self._open = False
+            else:
+                self._add(row)
+        self._held = sum(weight(row) for row in self.steps)
+
+
+def turn(step: int, level: int) -> bool:
+    """Return whether a step is kept after so many halvings. See [Note: which steps are kept]."""
+    return level == 0 or (step * _HASH) % 2**32 < 2 ** (32 - min(level, 32))
+
+
+def weight(row: StepRow) -> int:
+    """Return what a row counts of a budget."""
+    return 1 + len(row.phases) + sum(1 + len(exchange.buckets) for exchange in row.exchanges)
+
+
+def share_of_budget(ranks: int) -> int:
+    """Return what one of so many ranks may hold."""
+    return max(1, BUDGET // max(1, ranks))
+
+
+# Counts over all steps of a rank, also those without a row: lengths, and pauses, which are rare or small.
+
+LENGTHS_KEPT = 200_000
+PAUSES_KEPT = 20_000
+
+
+@dataclass
+class StepCounts:
+    """Sums and lists over the steps of one rank, in bounded memory."""
+
+    lengths: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds of each step in `numbers`."""
+    numbers: array[int] = field(default_factory=lambda: array("q"))
+    pauses: dict[str, dict[int, float]] = field(default_factory=dict)
+    """By name: step and seconds, of steps with a pause."""
+    thinned_pauses: dict[str, float] = field(default_factory=dict)
+    """By name: seconds in steps without a row of their own."""
+
+    def take(self, row: StepRow | ThinnedRow) -> None:
+        """Count one more row."""
+        if isinstance(row, StepRow):
+            self._take_step(row)
+            return
+        for name, seconds in row.seconds.items():
+            if _is_pause(name):
+                self.thinned_pauses[name] = self.thinned_pauses.get(name, 0.0) + seconds
+
+    def _take_step(self, row: StepRow) -> None:
+        if len(self.lengths) < LENGTHS_KEPT:
+            self.lengths.append(row.end_seconds - row.begin_seconds)
+            self.numbers.append(row.step)
+        if all(phase.name in STEP_PHASES for phase in row.phases) and not row.more_seconds:
+            return
+        for name, seconds in step_seconds(row).items():
+            if _is_pause(name) and seconds > 0:
+                by_step = self.pauses.setdefault(name, {})
+                if len(by_step) < PAUSES_KEPT:
+                    by_step[row.step] = seconds
+
+
+def _is_pause(name: str) -> bool:
+    return name not in STEP_PHASES and name not in (OTHER, PIPELINE_WAIT)
+
 
 SKIPPED_KEPT = 100
 SAMPLES_KEPT = 20_000

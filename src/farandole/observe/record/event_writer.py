@@ -22,8 +22,7 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.run_files import events_path
 from ..format import rows
-from ..format.downsampling import BOUND_BYTES, Downsampler
-from ..format.line_file import LineFile
+from ..format.line_file import BOUND_BYTES, Downsampler, LineFile
 from ..format.rows import StepRow, ThinnedRow
 from .step_builder import StepBuilder
 

@@ -7,18 +7,108 @@ through nvidia-ml-py, where that is installed; else through what the caller has.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
+import linecache
 import os
 import resource
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
-from ...core.vocabulary.events import SETUP_THREAD, Event, Sample, Setup, StepDone
-from .other_work import children_seconds, place_of, thread_seconds
+from ...core.host.stacks import StackFrame, stack_of
+from ...core.vocabulary.events import GARBAGE_COLLECTION, SETUP_THREAD, Event, Phase, Sample, Setup, StepDone
+
+# CPU time of this process's other Python threads, and of its children.
+#
+# While a Python thread computes, the training thread may wait for the GIL. Threads of this package and those
+# that no Python code runs on (of torch's operations) are left out. Children are the workers of a loader, as a
+# rule.
+
+_OURS = "farandole"
+_TASKS = Path("/proc/self/task")
+_STARTERS = ("/threading.py", "/concurrent/futures/thread.py")
+
+
+def thread_seconds() -> dict[int, float]:
+    """Return the CPU time of each so far, by the kernel's number; nothing where the kernel does not tell."""
+    found = {}
+    for thread in threading.enumerate():
+        if thread is threading.main_thread() or thread.native_id is None or thread.name.startswith(_OURS):
+            continue
+        with suppress(OSError, IndexError):  # one that has ended meanwhile
+            fields = (_TASKS / str(thread.native_id) / "schedstat").read_text().split()
+            found[thread.native_id] = int(fields[0]) / 1e9
+    return found
+
+
+def children_seconds() -> dict[int, float]:
+    """Return the CPU time of each child so far, by its number; nothing where the kernel does not tell."""
+    numbers: list[str] = []
+    for task in _TASKS.glob("*/children"):
+        with suppress(OSError):  # a thread that has ended meanwhile
+            numbers += task.read_text().split()
+    found = {}
+    for number in numbers:
+        with suppress(OSError, IndexError):  # a child that has
+            fields = Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()
+            found[int(number)] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def place_of(number: int) -> str:
+    """Return what a thread runs, as "function at file.py:line"; empty if it has ended."""
+    thread = next((each for each in threading.enumerate() if each.native_id == number), None)
+    if thread is None or thread.ident is None:
+        return ""
+    frames = [each for each in stack_of(thread.ident) if not each.file.endswith(_STARTERS)]
+    if not frames:
+        return ""
+    outermost = frames[-1]  # what the thread was started for
+    return f"{outermost.function} at {Path(outermost.file).name}:{_begin_of(outermost)}"
+
+
+def _begin_of(place: StackFrame) -> int:
+    """Return the line in which a function begins; that which it is in, where its file does not tell."""
+    begin = f"def {place.function}("
+    lines = linecache.getlines(place.file)[: place.line]
+    return next((n for n in range(len(lines), 0, -1) if lines[n - 1].lstrip().startswith(begin)), place.line)
+
+
+# Pauses of Python's garbage collector, as phases.
+
+LEAST_SECONDS = 0.0005
+"""Shorter collections are the young generation's, several a step, and cost nothing worth a record."""
+
+
+class GarbageWatch:
+    """Hands collections to `record` from `open` to `close`. All threads of the process stand still meanwhile."""
+
+    def __init__(self, record: Callable[[Phase], None]) -> None:
+        self._record = record
+        self._begin_seconds = 0.0
+
+    def open(self) -> None:
+        """Begin to watch."""
+        gc.callbacks.append(self._called)
+
+    def close(self) -> None:
+        """Stop watching; may be called twice."""
+        if self._called in gc.callbacks:
+            gc.callbacks.remove(self._called)
+
+    def _called(self, phase: str, _: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if phase == "start":
+            self._begin_seconds = now
+        elif now - self._begin_seconds >= LEAST_SECONDS:
+            self._record(Phase(GARBAGE_COLLECTION, self._begin_seconds, now))
+
 
 EVERY_SECONDS = 1.0
 _BUSY_THREAD = 0.2

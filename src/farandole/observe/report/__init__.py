@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from .page import write_report
-from .watch import watch_report
+from .page import watch_report, write_report
 
 __all__ = ["watch_report", "write_report"]

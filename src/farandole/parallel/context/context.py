@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.batch_weight import tensors_in
 from ...core.vocabulary.errors import ConfigError
 from .attention import AttentionCall, DividedAttention
 

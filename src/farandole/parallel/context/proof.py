@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.batch_weight import tensors_in
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from .context import Context
 from .group import ContextGroup, cut, join

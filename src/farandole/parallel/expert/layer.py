@@ -19,8 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...core.vocabulary.errors import ConfigError
-from ..tensor.layers.ranks import TensorRanks
-from ..tensor.layers.regions import end_region
+from ..tensor.layers.regions import TensorRanks, end_region
 from .dispatch import Load, Placed, TokenChoice, mix
 from .expert_ranks import ExpertRanks, with_divided_gradient
 from .loads import note_load

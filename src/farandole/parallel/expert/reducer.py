@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from ...comm.batch_weight.weight import BatchWeight
+from ...comm.batch_weight import BatchWeight
 from ...comm.reducer.options import ReducerOptions
 from ...comm.reducer.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import NONE

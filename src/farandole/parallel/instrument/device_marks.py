@@ -15,9 +15,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
-from ...comm.device.accelerator import is_accelerator, synchronize, timing_event
+import torch
+
+from ...comm.device.accelerator import is_accelerator, memory_of, synchronize, timing_event, unique_id
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DevicePhases, Phase
+from ...observe.record.host_sampler import AcceleratorFigures, find_gpu
 
 STEPS_KEPT = 64
 """Steps whose events may be waiting; older ones are dropped, as a device that is so far behind has stopped."""
@@ -119,3 +122,32 @@ def mark_end(name: str, called: str | None = None) -> None:
     """Mark the end of the phase that was begun as `name`, and is `called` otherwise."""
     if has_world() and (marks := device_marks(world())) is not None:
         marks.end(name, called or name)
+
+
+# How busy this rank's accelerator is and what memory it has left, for the samples of a run.
+#
+# NVML says both (nvidia-ml-py). Without it, or where it does not know the device, torch says the memory.
+
+
+class MemoryFigures:
+    """See `AcceleratorFigures`: the memory, as torch says it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def read(self) -> tuple[float | None, int | None, int | None]:
+        """See `AcceleratorFigures`; the host does not wait for the device."""
+        memory = memory_of(self._device)
+        return (None, None, None) if memory is None else (None, memory.total - memory.free, memory.total)
+
+    def close(self) -> None:
+        """See `AcceleratorFigures`."""
+
+
+def figures_of(here: World) -> AcceleratorFigures | None:
+    """Return what tells of this rank's accelerator; None for a CPU, and a kind that says nothing."""
+    name = unique_id(here.device)
+    found = find_gpu(name) if name else None
+    if found is not None:
+        return found
+    return None if memory_of(here.device) is None else MemoryFigures(here.device)

@@ -24,13 +24,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.batch_weight.nested_tensors import tensors_in
-from ...comm.device.untraced import outside_graphs
+from ...comm.batch_weight import tensors_in
+from ...comm.device.streams import outside_graphs
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
-from ..optim.nested_step import is_nested_step
+from ..optim.step_hooks import is_nested_step
 from .device_marks import mark_begin, mark_end
 from .training_facts import note_optimizer
 
@@ -321,3 +321,20 @@ def _device_type(model: nn.Module) -> str:
 def _record(event: Any) -> None:
     if has_world():
         world().session.recorder.record(event)
+
+
+# A hook of a model that tells its policy what was done to the model.
+
+
+class PolicyHook:
+    """A hook of a model that calls its policy. One that was copied or saved with its model does nothing."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+
+    def __call__(self, *_: Any) -> None:
+        """Tell the policy."""
+        self._call()
+
+    def __reduce__(self) -> Any:
+        return reduce_to_nothing()

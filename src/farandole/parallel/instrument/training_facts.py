@@ -1,27 +1,102 @@
 """What a fix depends on and no clock shows: threads, cores, the loader's workers, the optimizer's options.
 
 Facts are read where the code passes anyway and recorded when they change. Nothing is asked of a device.
+
+[Note: the same bits as unobserved] Without a hook the reducer multiplies each gradient by 1/N while it copies
+it into the bucket, and sums. With one it copies, so the hook multiplies: the same products, the same sum, one
+more pass over the bucket. N is the group's size; under ``join(divide_by_initial_world_size=False)`` the
+reducer divides by those that are left, which a hook cannot know.
+
+[Note: memory of others] The planner predicts what a model and its optimizers hold. A process on a CPU holds more:
+the interpreter, libraries, data. What is resident when the plan is applied, less the tensors of the model and the
+optimizers, is that rest, which is taken off the peak. On an accelerator the allocator counts tensors alone.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ...comm.codecs.eligibility import can_have
+from ...comm.device.accelerator import peak_bytes
 from ...comm.world.world import World
+from ...core.environ.env import read_run_settings
+from ...core.host.process_status import peak_resident_bytes, resident_bytes
+from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import CodecSpec
-from ...core.vocabulary.events import Setup, SetupValue
+from ...core.vocabulary.events import BucketTimes, Setup, SetupValue
 from ...core.vocabulary.rank_lists import write_numbers
 from ...core.vocabulary.run_files import hide_secrets
+from ...core.vocabulary.spec import Plan
+
+# The buckets of a stock DistributedDataParallel, timed by a hook that does what it does without one.
+
+
+def watch_buckets(model: DistributedDataParallel) -> Callable[[], tuple[BucketTimes, ...]]:
+    """Time the buckets of `model`; return what gives, and forgets, those of the exchange that has ended.
+
+    A model that has a communication hook keeps it, and its buckets are not seen.
+    """
+    buckets = _watched.get(model)
+    if buckets is None:
+        buckets = _watched[model] = _Buckets(model.process_group)
+        if not getattr(model, "_comm_hooks", None) and model.logger is not None:
+            # The reducer reads annotations, and refuses those that are texts.
+            try:
+                model.register_comm_hook(None, lambda state, bucket: buckets.reduce(bucket))
+            finally:  # the hook is the reducer's; this list would be saved with the model
+                getattr(model, "_comm_hooks", []).clear()
+    return buckets.take
+
+
+_watched: weakref.WeakKeyDictionary[DistributedDataParallel, _Buckets] = weakref.WeakKeyDictionary()
+
+
+class _Buckets:
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._open: list[list[Any]] = []
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        tensor = bucket.buffer()
+        size = self._group.size()
+        tensor.mul_(1.0 / size)
+        nbytes = tensor.numel() * tensor.element_size()
+        times: list[Any] = [nbytes, ring_sent_bytes(nbytes, size), time.monotonic(), 0.0]
+        self._open.append(times)
+        work = dist.all_reduce(tensor, group=self._group, async_op=True)
+        assert work is not None, "an asynchronous collective returns its work"
+
+        def done(future: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
+            times[3] = time.monotonic()
+            return future.value()[0]
+
+        made: torch.futures.Future[torch.Tensor] = work.get_future().then(done)
+        return made
+
+    def take(self) -> tuple[BucketTimes, ...]:
+        closed, self._open = self._open, []
+        now = time.monotonic()
+        return tuple(
+            BucketTimes(nbytes, sent, None, launch, launch, launch, end or now)
+            for nbytes, sent, launch, end in closed
+        )
+
 
 _TEXT_KEPT = 4000
 _OF_ELEMENTS = CodecSpec.parse("int8")
@@ -132,3 +207,55 @@ def _count(value: Any) -> int | None:
 
 def _flag(value: Any) -> bool | None:
     return value if isinstance(value, bool) else None
+
+
+# Records a plan that the script gave, what a plan predicts, and what its peak of memory is measured against.
+
+
+class PredictedFacts:
+    """The facts of one model; made before it is divided."""
+
+    def __init__(
+        self, here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, given: Plan | None
+    ) -> None:
+        """`given`: the plan that the script gave, if it did."""
+        self._here = here
+        self._predicted = json.dumps(dict(plan.predicted)) if plan.predicted else ""
+        self._other_bytes = _other_bytes(here, model, optimizers) if self._predicted else None
+        self._of_script = ""
+        if given is not None and read_run_settings().plan_file is None:
+            self._of_script = json.dumps({key: value for key, (value, _) in given.differences(Plan()).items()})
+
+    def note(self) -> None:
+        """Record them, when the model is divided: what dividing it took is not the training's."""
+        if self._of_script:
+            self._here.session.recorder.record(events.Setup({events.SETUP_PLAN: self._of_script}))
+        if self._predicted:
+            facts: dict[str, events.SetupValue] = {
+                events.SETUP_PREDICTED: self._predicted,
+                events.SETUP_OTHER_BYTES: self._other_bytes,
+                events.SETUP_PEAK_BEFORE: peak_of(self._here)(),
+            }
+            self._here.session.recorder.record(events.Setup(facts))
+
+
+def peak_of(here: World) -> Callable[[], int | None]:
+    """Return what gives the most bytes until now: allocated on this rank's accelerator, or resident."""
+    return peak_resident_bytes if here.device.type == "cpu" else partial(peak_bytes, here.device)
+
+
+def _other_bytes(here: World, model: nn.Module, optimizers: Sequence[Optimizer]) -> int | None:
+    """Return what is not the model's. See [Note: memory of others]."""
+    if here.device.type != "cpu":
+        return 0
+    resident = resident_bytes()
+    if resident is None:
+        return None
+    parameters = [*model.parameters()]
+    states = [each for optimizer in optimizers for state in optimizer.state.values() for each in state.values()]
+    tensors = [*parameters, *model.buffers(), *(p.grad for p in parameters if p.grad is not None), *states]
+    own = {}
+    for each in tensors:
+        if isinstance(each, torch.Tensor) and each.device.type == "cpu":
+            own[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+    return max(0, resident - sum(own.values()))

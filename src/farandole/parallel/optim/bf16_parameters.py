@@ -33,9 +33,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...comm.gradients.grad_ownership import drop_grads, replace_grad
-from ...comm.gradients.row_blocks import rows_of
+from ...comm.gradients.parameters import rows_of
 from ...core.vocabulary.errors import ConfigError, PlanError
-from .nested_step import is_nested_step, undo_after_errors
+from .step_hooks import is_nested_step, undo_after_errors
 
 # Stochastic rounding from float32 to bfloat16: up or down with probabilities that make the mean exact.
 _GOLDEN = 0x9E3779B9

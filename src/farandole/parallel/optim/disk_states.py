@@ -36,7 +36,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.host.heap import give_back_freed_memory, trim_heap
-from ...core.step_model.row_regions import STATE_CHUNK_BYTES
+from ...core.step_model.bucket_plan import STATE_CHUNK_BYTES
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan

@@ -14,15 +14,21 @@ scale that it is told bounds their norm too. The result is that of `clip_grad_no
 
 [Note: one norm] The optimizers of one `distribute` call share one model, so ``clip_norm`` bounds the norm of all
 their gradients together, once an exchange, when the first of them steps.
+
+[Note: steps within steps] The hooks of an optimizer run around the `step` of every class that torch ever saw an
+object of. So a subclass whose `step` calls ``super().step()`` runs them twice a step, once more inside,
+but only in processes that also made an object of the base class. Code that counts steps, clips or measures
+wants the outer one. A count of begun and ended steps would not do: a step that raises has no end.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
+from types import FrameType, MethodType
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +37,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from ...comm.device.streams import outside_graphs
 from ...comm.gradients.grad_ownership import GradsAside, lie_as_parameters
 from ...comm.world.comm_errors import translate_error
 from ...comm.world.world import World
@@ -39,8 +46,65 @@ from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
 from ...core.vocabulary.notice import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
 from ..precision.loss_scale import DynamicLossScale
-from .nested_step import is_nested_step
 from .sync_policy import SyncPolicy
+
+# Steps of an optimizer that hooks alone do not tell: one within a step, and one that raises.
+
+_AROUND = getattr(Optimizer.profile_hook_step(lambda: None), "__code__", None)
+"""The code that torch runs around every `step`."""
+
+
+def is_nested_step(optimizer: Optimizer) -> bool:
+    """Return whether the hook of `optimizer` that calls this runs inside another step of `optimizer`."""
+    inner = _around(sys._getframe(1), optimizer)
+    return inner is not None and _around(inner.f_back, optimizer) is not None
+
+
+def _around(frame: FrameType | None, optimizer: Optimizer) -> FrameType | None:
+    while frame is not None:
+        if frame.f_code is _AROUND and frame.f_locals.get("self") is optimizer:
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def undo_after_errors(optimizer: Optimizer, undo: Callable[[Optimizer], None]) -> None:
+    """Call `undo` when `optimizer.step` raises: no hook runs after it then."""
+    inner = outside_graphs(optimizer.step)  # what undoes errors changes the groups during a step
+
+    @functools.wraps(inner)
+    def undoing(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return inner(*args, **kwargs)
+        except BaseException:
+            undo(optimizer)
+            raise
+
+    # A method, as the one before it: schedulers of torch take it apart.
+    optimizer.step = MethodType(undoing, optimizer)  # type: ignore[method-assign]
+
+
+# A notice about float16 of the script's own, whose gradients nothing scales.
+
+
+class ScalerWatch:
+    """The step pre-hook that misses a `GradScaler` around steps after ``torch.autocast`` in float16."""
+
+    def __init__(self, here: World, in_float16: Callable[[], bool]) -> None:
+        """`in_float16`: whether the last forward pass with gradients ran so."""
+        self._here, self._in_float16 = here, in_float16
+        self._is_noticed = False
+
+    def __call__(self, optimizer: Optimizer, *_: Any) -> None:
+        """Write one notice, on rank 0."""
+        if self._is_noticed or not self._in_float16() or is_nested_step(optimizer) or scaler_around() is not None:
+            return
+        self._is_noticed = True
+        if self._here.rank == 0:
+            write_notice(
+                "warning: the forward pass runs under autocast in float16 and no GradScaler scales the loss, so "
+                'gradients below 6e-8 are lost; set precision = "fp16" in the plan, or use torch.amp.GradScaler'
+            )
 
 
 # A word at the end, when the plan key `accumulate` changed nothing: a loop that steps after each pass.

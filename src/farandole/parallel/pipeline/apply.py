@@ -12,12 +12,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from ...core.schedule.bubble import bubble_seconds
+from ...core.schedule.actions import bubble_seconds
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
-from .peers import PipelinePeers, make_lines, needs_lines
+from .messages import PipelinePeers, make_lines, needs_lines
 from .pipeline import Pipeline
 from .without_flush import DelayedPipeline
 

@@ -22,19 +22,25 @@ from torch.utils import _pytree as pytree
 from ...comm.device.accelerator import memory_of, random_states, set_random_states
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...core.schedule.actions import Schedule
-from ...core.schedule.partition import LayerCost
-from ...core.schedule.validate import in_flight
+from ...core.schedule.build import LayerCost
+from ...core.schedule.simulate import in_flight
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
-from .costs import measure_layers
-from .layout import balance, find_cuts, module_calls, require_count, require_names, starts_of_layers
+from .layout import (
+    balance,
+    find_cuts,
+    measure_layers,
+    module_calls,
+    require_count,
+    require_names,
+    starts_of_layers,
+)
+from .messages import PipelinePeers
 from .micro_batches import LossFunction, as_call, describe, fingerprint, tensors_of
 from .ownership import Ownership, buffer_users, users_of
-from .peers import PipelinePeers
 from .program import CutProgram, Program, cut_program, is_marker, run_segment
-from .split_backward import leaves_of
-from .stage import require_loss
+from .stage import leaves_of, require_loss
 from .trace import trace, traced_through
 
 _MOST_KEYS = 64

@@ -13,7 +13,7 @@ from ...comm.gradients.grad_ownership import drop_grads, replace_grad, zero_miss
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import PlanError
 from ..split import mark_copy
-from .peers import PipelinePeers
+from .messages import PipelinePeers
 from .program import Program, Segment, first_names
 
 

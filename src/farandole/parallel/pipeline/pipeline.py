@@ -31,13 +31,12 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.spec import Plan
 from ..outer_pass import outer_pass_of
-from ..precision.shared_casts import shared_casts
+from ..precision.passes import shared_casts
 from ..seeds import pass_seeds_of
 from .cut_model import CutModel
-from .messages import StageMailbox, StageMessage, message_of
+from .messages import PipelinePeers, StageMailbox, StageMessage, message_of
 from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of
 from .ownership import Ownership
-from .peers import PipelinePeers
 from .program import CutProgram
 from .stage import LayerLoss, Stage
 

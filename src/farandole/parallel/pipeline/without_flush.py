@@ -1,7 +1,7 @@
 """A pipeline whose batches follow each other without a flush (Narayanan et al. 2006.09503, section 3.1).
 
 [Note: what a step does] In step t a rank runs all forward passes of batch t, and the backward passes that
-`core.schedule.in_a_row` puts between them: the last ones of batch t - 1 and the first ones of batch t. Then batch
+`core.schedule.simulate` puts between them: the last ones of batch t - 1 and the first ones of batch t. Then batch
 t - 1 has ended everywhere, and its gradients become those of the parameters. Its passes used the weights from
 before the last update: W(t + 1) = W(t) - update by the gradient of batch t - 1 at W(t - 1).
 
@@ -10,38 +10,138 @@ the ranks were given the same batch is found out in two ways: each rank compares
 receives tensors whose shapes might differ; and all compare with all, on the way until the first backward pass of
 the batch, which no rank reaches before all have begun it. A rank that sees a difference tells the next one, does
 what others still need of the batch before, and then raises as all do. The loss travels while the next batch runs.
+
+[Note: memory of two versions] Passes of a batch run on leaves that share the parameters' memory. When the batch
+is left open, the parameters get other memory with the same numbers, which the optimizer then changes: that of the
+batch before, whose passes have ended. So there are two copies of the weights, and one is copied in a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
 
-from ...comm.gradients.grad_ownership import GradsAside
+from ...comm.gradients.grad_ownership import GradsAside, replace_grad
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import refused_by_all
 from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
-from ...core.schedule.in_a_row import BatchesInARow, Rows
+from ...core.schedule.simulate import BatchesInARow, Rows
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
-from ..precision.shared_casts import shared_casts
+from ..precision.passes import shared_casts
 from .cut_model import REMEDIES
-from .messages import StageMailbox, StageMessage
+from .messages import PeerAgreement, PipelinePeers, StageMailbox, StageMessage
 from .micro_batches import LossFunction, MicroBatches, unequal_targets
-from .peers import PeerAgreement, PipelinePeers
 from .pipeline import BatchRun, Pipeline
 from .program import CutProgram
 from .stage import Stage
-from .versions.loss import LaterLoss
-from .versions.weights import WeightVersion
+
+# The loss of a batch that has not passed the last stage everywhere yet: a tensor that waits when it is read.
+
+
+class LaterLoss(torch.Tensor):
+    """A scalar whose value is on its way; whatever reads it waits for it. Results are plain tensors."""
+
+    _finish: Callable[[], torch.Tensor] | None
+    _value: torch.Tensor | None
+
+    @classmethod
+    def of(cls, finish: Callable[[], torch.Tensor]) -> LaterLoss:
+        """Return a loss whose value `finish` waits for. It may raise, and is called once."""
+        loss = torch.empty((), dtype=torch.float64).as_subclass(cls)
+        loss._finish, loss._value = finish, None
+        return loss
+
+    def wait(self) -> torch.Tensor:
+        """Return the value, a plain tensor."""
+        if self._value is None:
+            assert self._finish is not None, "no value, and nothing to wait for"
+            self._value = self._finish()
+            self._finish = None
+        return self._value
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `function` with values."""
+        args, kwargs = pytree.tree_map_only(LaterLoss, LaterLoss.wait, (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+
+# The weights that the passes of one batch use, whatever the optimizer does to the parameters meanwhile.
+
+
+class WeightVersion:
+    """The weights of parameters as they are now, for one batch. See [Note: memory of two versions]."""
+
+    def __init__(self, model: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
+        """`parameters`: those of `model` that train and are here."""
+        # `data` has a version counter of its own: changes of the parameter are none of the leaf.
+        self._leaves = [(parameter, nn.Parameter(parameter.data)) for parameter in parameters]
+        leaf_of = {id(parameter): leaf for parameter, leaf in self._leaves}
+        self._homes = [
+            (module, name, parameter, leaf_of[id(parameter)])
+            for module in model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and id(parameter) in leaf_of
+        ]
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Let the modules compute with these weights: forward passes, and what backward passes compute again."""
+        for module, name, _, leaf in self._homes:
+            _assign(module, name, leaf)
+        try:
+            yield
+        finally:
+            for module, name, parameter, _ in self._homes:
+                _assign(module, name, parameter)
+
+    @torch.no_grad()
+    def part_from_parameters(self, before: WeightVersion | None) -> None:
+        """Give the parameters other memory, so that an optimizer does not change these weights.
+
+        `before`: a version whose passes have ended; its memory is used.
+        """
+        ended = {} if before is None else {id(parameter): leaf for parameter, leaf in before._leaves}
+        for parameter, _ in self._leaves:
+            memory: torch.Tensor | None = ended.get(id(parameter))
+            fits = memory is not None and (memory.shape, memory.stride(), memory.dtype, memory.device) == (
+                parameter.shape, parameter.stride(), parameter.dtype, parameter.device,
+            )  # fmt: skip
+            if memory is None or not fits or memory.data_ptr() == parameter.data_ptr():
+                memory = torch.empty_like(parameter)
+            parameter.data = memory.data.copy_(parameter.data)
+
+    @torch.no_grad()
+    def add_gradients(self) -> None:
+        """Add the gradients of the passes to those of the parameters, which may have none."""
+        for parameter, leaf in self._leaves:
+            gradient = leaf.grad
+            if gradient is None:
+                continue
+            replace_grad(leaf, None)
+            if parameter.grad is None:
+                replace_grad(parameter, gradient)
+            else:
+                parameter.grad.add_(gradient)
+
+
+def _assign(module: nn.Module, name: str, tensor: nn.Parameter) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = tensor
+    else:  # such as recurrent layers, which keep a list of their weights
+        setattr(module, name, tensor)
+
 
 _REMEDY = "call farandole.drain(model) and optimizer.step() before it"
 

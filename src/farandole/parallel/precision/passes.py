@@ -7,23 +7,169 @@ See [Note: borders] in `scaled_graph` for float16.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ..changed_class import ChangedClass, change_class, make_kin, require_changeable, set_class
+from ..changed_class import (
+    ChangedClass,
+    change_class,
+    is_transposed,
+    make_kin,
+    plain_class_of,
+    require_changeable,
+    set_class,
+)
 from .loss_scale import DynamicLossScale, agree_finite, all_finite
-from .nested import map_tensors
 from .scaled_graph import Entering, Leaving, hook_parameter, scaled_parameters, sequence_number, strange_leaves
+
+# Containers of tensors, rebuilt with other tensors: the arguments and the output of a forward pass.
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return `value` with `change` applied to each tensor in it; what holds none is returned as it is.
+
+    Goes through lists, tuples, named tuples, mappings and dataclasses. Other objects are left alone.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, (list, tuple)):
+        parts = [map_tensors(part, change) for part in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    if isinstance(value, Mapping):
+        return _map_mapping(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_dataclass(value, change)
+    return value
+
+
+def _map_mapping(value: Mapping[Any, Any], change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    changed = {}
+    for key, part in value.items():
+        new = map_tensors(part, change)
+        if new is not part:
+            changed[key] = new
+    if not changed:
+        return value
+    if not isinstance(value, MutableMapping):
+        return {**value, **changed}
+    result = copy.copy(value)
+    for key, part in changed.items():
+        result[key] = part
+    return result
+
+
+def _map_dataclass(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    changed = {}
+    for field in dataclasses.fields(value):
+        part = getattr(value, field.name, None)
+        new = map_tensors(part, change)
+        if new is not part:
+            changed[field.name] = new
+    if not changed:
+        return value
+    result = copy.copy(value)
+    for name, part in changed.items():
+        object.__setattr__(result, name, part)  # it may be frozen
+    return result
+
+
+# Which casts of weights autocast keeps, and for how long.
+#
+# Autocast keeps the cast of a weight until its outermost context ends, so that a weight used twice is cast once.
+
+_sharing: list[str] = []
+"""The devices of the `shared_casts` that are open."""
+
+
+@contextmanager
+def shared_casts(device: str) -> Iterator[None]:
+    """Let passes under autocast that begin inside use one cast of each weight: micro-batches of one step.
+
+    Their graphs keep it until backward, and without this each would keep a copy of its own. No weight may change
+    inside. The context is that of the caller: whether autocast is on stays as it is.
+    """
+    _sharing.append(device)
+    try:
+        is_on, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        with torch.autocast(device, dtype=dtype, enabled=is_on, cache_enabled=torch.is_autocast_cache_enabled()):
+            yield
+    finally:
+        _sharing.pop()
+
+
+@contextmanager
+def own_casts() -> Iterator[None]:
+    """Let casts that are made inside end with it, though autocast goes on.
+
+    Where they are shared, none is kept at all, because torch drops all or none: a weight is cast at each use then.
+    """
+    before = torch.is_autocast_cache_enabled()
+    if _sharing:
+        torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        if not _sharing:
+            torch.clear_autocast_cache()
+
+
+# The weights that autocast casts and that nothing else uses: those of matrix products, by their layers.
+
+OF_ATTENTION = ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
+"""Weights of `nn.MultiheadAttention` itself; it reads that of its last layer, too, and does not call that."""
+_PRODUCTS = (
+    nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
+)  # fmt: skip
+
+Users = Mapping[nn.Parameter, list[tuple[nn.Module, str]]]
+
+
+def product_weights(model: nn.Module) -> Users:
+    """Return the float32 weights of linear layers and convolutions, each with its layers and its name there.
+
+    What counts is the class, torch's own or transformers' Conv1D: of any other it is not known what it does. A
+    weight that another module has too is left out.
+    """
+    attention = [each for each in model.modules() if plain_class_of(each) is nn.MultiheadAttention]
+    last = {id(each.out_proj) for each in attention}
+    users: WeakIdKeyDictionary = WeakIdKeyDictionary()
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                users.setdefault(parameter, []).append((module, name))
+    return {
+        each: known
+        for each, known in users.items()
+        if each.dtype == torch.float32 and all(_is_product(module, name, last) for module, name in known)
+    }
+
+
+def _is_product(module: nn.Module, name: str, last_of_attention: set[int]) -> bool:
+    kind = plain_class_of(module)
+    if "forward" in vars(module) or isinstance(module, torch.jit.ScriptModule):
+        return False
+    if kind is nn.MultiheadAttention:
+        return name in OF_ATTENTION
+    is_last = kind is NonDynamicallyQuantizableLinear and id(module) in last_of_attention
+    return name == "weight" and (kind in _PRODUCTS or is_transposed(module) or is_last)
+
 
 _ATTRIBUTE = "_farandole_precision"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -24,7 +24,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...comm.gradients.second_order import refuse_second_order
+from ...comm.gradients.parameters import refuse_second_order
 from ...core.vocabulary.errors import ConfigError
 from .loss_scale import DynamicLossScale
 

@@ -16,19 +16,11 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
 from ..split import split_of
-from .cut import Cutter, check_cuts, divide_attributes
-from .layers.ranks import TensorRanks, tensor_ranks
-from .layers.region_seed import RegionSeed
-from .places import Places, find_places
+from .cut import Cutter, Places, check_cuts, divide_attributes, find_places
+from .layers.regions import RegionSeed, TensorRanks, tensor_ranks
 from .proof import Proofs
-from .recipe.by_class import add_torch_layers, add_transformers
-from .recipe.by_name import add_by_name
-from .recipe.by_trace import add_pairs
-from .recipe.by_words import add_vocabulary
-from .recipe.heads import add_head_counts
-from .recipe.recipe import TensorRecipe
-from .recipe.refuse import refuse_layers
-from .recipe.units import Units, find_units
+from .recipe.find import add_by_name, add_pairs, add_torch_layers, add_transformers, add_vocabulary
+from .recipe.recipe import TensorRecipe, Units, add_head_counts, find_units, refuse_layers
 from .sequence import install_tokens
 from .use_watch import watch_first_forward
 

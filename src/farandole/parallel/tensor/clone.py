@@ -20,10 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from ..changed_class import plain_class_of
-from ..precision.nested import map_tensors
+from ..precision.passes import map_tensors
 from ..split import mark_split, split_of
 from .layers.lazy import LazyWhole
-from .layers.ranks import DEGREE
+from .layers.regions import DEGREE
 from .layers.split_layers import SplitLayer
 
 _HOOKS = (

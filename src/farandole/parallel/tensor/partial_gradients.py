@@ -22,8 +22,7 @@ from torch import nn
 
 from ...core.vocabulary.errors import Mismatch, PlanError
 from .clone import OwnHook
-from .layers.ranks import TensorRanks
-from .layers.regions import first_order
+from .layers.regions import TensorRanks, first_order
 
 _SAME = "same"
 _BYTES_OF_16_BITS = 2

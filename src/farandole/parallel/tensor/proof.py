@@ -23,8 +23,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten
 
-from ...comm.device.untraced import untraced
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.device.streams import untraced
+from ...comm.messages import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import refused_by_all
 from ...core.vocabulary.errors import PlanError
@@ -32,8 +32,7 @@ from ..changed_class import plain_class_of
 from ..split import Split, split_of
 from .clone import OwnHook, clone, detached, first_samples, varied
 from .layers.lazy import LazyWhole
-from .layers.ranks import DEGREE, TensorRanks
-from .layers.region_seed import RegionSeed, undivided_draw
+from .layers.regions import DEGREE, RegionSeed, TensorRanks, undivided_draw
 from .layers.split_layers import inside
 from .partial_gradients import Entrance, Entrants, kinds_of_gradients
 from .sequence import EnterBlock

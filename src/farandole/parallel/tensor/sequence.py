@@ -18,9 +18,7 @@ from torch import nn
 from ...core.vocabulary.errors import ConfigError
 from .clone import OwnHook
 from .layers.lazy import LazyWhole, expose
-from .layers.ranks import TensorRanks
-from .layers.region_seed import RegionSeed
-from .layers.regions import SEQUENCE, begin_region_of_tokens, check_tokens, take_piece
+from .layers.regions import SEQUENCE, RegionSeed, TensorRanks, begin_region_of_tokens, check_tokens, take_piece
 
 
 class _TokenHook(OwnHook):

@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...core.vocabulary.errors import PlanError
 from ..split import split_of
 from .clone import OwnHook
-from .layers.ranks import DEGREE
+from .layers.regions import DEGREE
 from .layers.split_layers import inside
 
 _T = torch.Tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...comm.gradients.row_blocks import rows_of
+from ...comm.gradients.parameters import rows_of
 from ...comm.world.world import World
 from ...core.vocabulary.spec import Plan
 

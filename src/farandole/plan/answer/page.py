@@ -2,24 +2,201 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from markupsafe import Markup
 
 from ...core.schedule.build import build_schedule
-from ...core.schedule.draw import draw_svg
-from ...core.schedule.simulate import StageTimes, simulate
-from ...core.vocabulary.degrees import degrees_of
+from ...core.schedule.simulate import StageTimes, draw_svg, simulate
+from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ...version import VERSION
+from ..memory import MemoryByCategory
 from ..search.in_words import in_words
 from ..search.reasons import CATEGORIES
 from ..search.refine import passes_of
-from ..search.result import PlanAnswer, PredictedPlan
-from .charts import MOST_HOSTS, MOST_ROWS, breakdown, frontier_chart, memory_bars, mesh
-from .text import change_text, interval_text
+from ..search.result import DrawnPlan, PlanAnswer, PredictedPlan
+from .text import change_text, interval_text, term_rows
+
+# The drawings of the page, as inline SVG and HTML: labels keep their size, shapes stretch to the width.
+
+_WIDTH, _HEIGHT = 1000, 340
+_MARGIN = 0.04
+_ROUND = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
+_FEWEST = 3
+"""Labels of an axis."""
+MOST_HOSTS = 12
+MOST_ROWS = 16
+COLORS = 8
+"""Classes ``c0`` to ``c7`` of the style sheet."""
+
+
+class Axis(NamedTuple):
+    """A logarithmic axis."""
+
+    low: float
+    high: float
+
+    def share(self, value: float) -> float:
+        """Return where a value lies: 0 at the low end, 1 at the high end."""
+        if self.high <= self.low:
+            return 0.5
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return _MARGIN + (1 - 2 * _MARGIN) * share
+
+    def ticks(self) -> list[float]:
+        """Return round values within it, some five of them."""
+        first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+        inside = [self.low]
+        for steps in _ROUND:
+            every = [step * 10.0**power for power in range(first, last + 1) for step in steps]
+            inside = [value for value in every if self.low <= value <= self.high]
+            if len(inside) >= _FEWEST:
+                break
+        return inside[:: max(1, len(inside) // 5)] or [self.low]
+
+
+def frontier_chart(answer: PlanAnswer) -> Markup:
+    """Return memory against time: a dot a plan, whose tooltip tells the plan, and the line of the frontier."""
+    points = [point for point in answer.points if point.seconds > 0 and point.peak_bytes > 0]
+    edge = [_point(option) for option in answer.frontier]
+    every = [*points, *edge]
+    if not every:
+        return Markup("")
+    across = _axis([*(each.peak_bytes for each in every), answer.limit_bytes])
+    up = _axis([each.seconds for each in every])
+
+    def place(point: DrawnPlan) -> tuple[float, float]:
+        return _WIDTH * across.share(point.peak_bytes), _HEIGHT * (1 - up.share(point.seconds))
+
+    limit = _WIDTH * across.share(answer.limit_bytes)
+    said = f"limit of memory: {format_bytes(answer.limit_bytes)}"
+    parts = [f'<path class="limit" d="M{limit:.1f} 0V{_HEIGHT}"><title>{escape(said)}</title></path>']
+    parts += [
+        f'<path class="grid" d="M0 {_HEIGHT * (1 - up.share(value)):.1f}H{_WIDTH}"/>' for value in up.ticks()
+    ]
+    for point in points:
+        style = "dot" if point.peak_bytes <= answer.limit_bytes else "dot over"
+        parts.append(_dot(style, place(point), point))
+    if edge:
+        line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, edge))
+        parts.append(f'<path class="edge" d="M{line}"/>')
+        parts += [_dot("dot best" if _is_best(answer, option) else "dot front", place(point), point)
+                  for option, point in zip(answer.frontier, edge, strict=True)]  # fmt: skip
+    if answer.best is not None and not any(_is_best(answer, option) for option in answer.frontier):
+        best = _point(answer.best)
+        parts.append(_dot("dot best", place(best), best))
+    return _frame(
+        "".join(parts),
+        says=f"memory of a rank against the time of a step, {len(every)} plans",
+        up=[(1 - up.share(value), format_seconds(value)) for value in up.ticks()],
+        across=[(across.share(value), format_bytes(value)) for value in across.ticks()],
+        names=("time of a step", "memory of a rank"),
+    )
+
+
+def bar(parts: Sequence[tuple[str, float]], whole: float, written: Iterable[str]) -> Markup:
+    """Return one stacked bar, of which `whole` is the width; each part has a tooltip."""
+    left, rects = 0.0, []
+    for number, ((name, value), text) in enumerate(zip(parts, written, strict=True)):
+        width = _WIDTH * value / whole if whole else 0.0
+        rects.append(
+            f'<rect class="c{number % COLORS}" x="{left:.1f}" y="0" width="{width:.1f}" height="20">'
+            f"<title>{escape(name)}: {escape(text)}</title></rect>"
+        )
+        left += width
+    says = escape(", ".join(name for name, _ in parts))
+    return Markup(
+        f'<svg class="bar" viewBox="0 0 {_WIDTH} 20" preserveAspectRatio="none" role="img" aria-label="{says}">'
+        f"{''.join(rects)}</svg>"
+    )
+
+
+def breakdown(option: PredictedPlan) -> tuple[Markup, list[tuple[str, str, str]]]:
+    """Return the bar of a step, and a row for each part of it: name, time, share."""
+    terms = term_rows(option)
+    seconds = sum(value for _, value in terms)
+    rows = [(name, format_seconds(value), format_share(value / seconds)) for name, value in terms]
+    return bar(terms, seconds, [f"{text}, {share}" for _, text, share in rows]), rows
+
+
+def memory_bars(memory: Sequence[MemoryByCategory], limit_bytes: int) -> list[tuple[str, Markup, str]]:
+    """Return a row for each stage: name, bar relative to the limit or the largest, total."""
+    whole = max(limit_bytes, *(each.total_bytes for each in memory))
+    rows = []
+    for number, each in enumerate(memory[:MOST_ROWS]):
+        parts = [(name, float(getattr(each, f"{name}_bytes") or 0)) for name in CATEGORIES]
+        name = f"stage {number}" if len(memory) > 1 else "each rank"
+        share = format_share(each.total_bytes / limit_bytes)
+        drawn = bar(parts, whole, [format_bytes(value) for _, value in parts])
+        rows.append((name, drawn, f"{format_bytes(each.total_bytes)}, {share}"))
+    return rows
+
+
+class Cell(NamedTuple):
+    """A rank of the mesh."""
+
+    rank: int
+    color: int
+    title: str
+
+
+def mesh(degrees: Degrees, ranks_per_host: int) -> list[tuple[str, list[Cell]]]:
+    """Return the first hosts with their ranks, coloured by what varies least often on a host."""
+    hosts = []
+    names = [name for name in ("pipeline", "data", "shard", "expert", "context", "tensor") if
+             getattr(degrees, name) > 1]  # fmt: skip
+    colored = "pipeline" if degrees.pipeline > 1 else names[-1] if names else "data"
+    for first in range(0, min(degrees.size, MOST_HOSTS * ranks_per_host), ranks_per_host):
+        cells = []
+        for rank in range(first, min(first + ranks_per_host, degrees.size)):
+            place = degrees.place(rank)
+            said = ", ".join(f"{name} {place[name]} of {getattr(degrees, name)}" for name in names)
+            cells.append(Cell(rank, place[colored] % COLORS, f"rank {rank}: {said}" if said else f"rank {rank}"))
+        hosts.append((f"host {first // ranks_per_host}", cells))
+    return hosts
+
+
+def _axis(values: Sequence[float]) -> Axis:
+    return Axis(min(values), max(values))
+
+
+def _point(option: PredictedPlan) -> DrawnPlan:
+    return DrawnPlan(in_words(option.candidate), option.prediction.seconds, option.prediction.peak_bytes)
+
+
+def _is_best(answer: PlanAnswer, option: PredictedPlan) -> bool:
+    return answer.best is not None and option.candidate == answer.best.candidate
+
+
+def _dot(style: str, place: tuple[float, float], point: DrawnPlan) -> str:
+    said = f"{point.plan}: {format_seconds(point.seconds)}, {format_bytes(point.peak_bytes)}"
+    return f'<path class="{style}" d="M{place[0]:.1f} {place[1]:.1f}h.01"><title>{escape(said)}</title></path>'
+
+
+def _frame(
+    drawing: str,
+    *,
+    says: str,
+    up: Sequence[tuple[float, str]],
+    across: Sequence[tuple[float, str]],
+    names: tuple[str, str],
+) -> Markup:
+    rows = "".join(f'<span style="top:{share:.2%}">{escape(text)}</span>' for share, text in up)
+    columns = "".join(f'<span style="left:{share:.2%}">{escape(text)}</span>' for share, text in across)
+    return Markup(
+        f'<div class="frame"><div class="up-name">{escape(names[0])}</div>'
+        f'<div class="up" aria-hidden="true">{rows}</div>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(says)}">{drawing}</svg><div class="across" aria-hidden="true">{columns}</div>'
+        f'<div class="across-name">{escape(names[1])}</div></div>'
+    )
+
 
 _MOST_DRAWN = 2400
 """Actions of a schedule that are drawn: of more micro-batches the first ones."""

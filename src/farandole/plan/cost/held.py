@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ...core.step_model.row_regions import disk_state_bytes
+from ...core.step_model.bucket_plan import disk_state_bytes
 from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import Candidate
 from ..memory import (

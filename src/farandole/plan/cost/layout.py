@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import OTHER_SAMPLES, SAME_PARAMETERS, Degrees, degrees_of
@@ -12,6 +12,30 @@ from ...core.vocabulary.schedule_names import chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..candidate import Candidate
 from ..memory import Setting
+from ..model.profile import ModelUnit
+
+# Which gradients of a unit each degree divides.
+
+
+@lru_cache(maxsize=256)
+def divided_gradients(unit: ModelUnit) -> tuple[str, ...]:
+    """Return of each gradient of a unit which degree divides it: "tensor", "expert" or "".
+
+    Where the profile does not say, experts are known by their names, and of the others the largest are divided
+    until they have as many parameters as the recipe says.
+    """
+    found = [each.divided_by for each in unit.gradients]
+    if unit.expert is not None and "expert" not in found:
+        found = ["expert" if "expert" in each.name.lower() else how
+                 for each, how in zip(unit.gradients, found, strict=True)]  # fmt: skip
+    if unit.tensor is not None and "tensor" not in found:
+        left = unit.tensor.parameters
+        order = sorted(range(len(found)), key=lambda i: -unit.gradients[i].rows * unit.gradients[i].columns)
+        for i in order:
+            count = unit.gradients[i].rows * unit.gradients[i].columns
+            if not found[i] and count <= left:
+                found[i], left = "tensor", left - count
+    return tuple(found)
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ...core.cluster.cluster import Cluster, CodecCost, CollectiveCost, ComputeRate, Tier
-from ...core.cluster.coefficient import Coefficient
-from ...core.cluster.collective import CollectiveWork, collective_work
+from ...core.cluster.cluster import (
+    Cluster,
+    CodecCost,
+    Coefficient,
+    CollectiveCost,
+    CollectiveWork,
+    ComputeRate,
+    Tier,
+    collective_work,
+)
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import PlanError
 

@@ -12,10 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...core.schedule.actions import Schedule
-from ...core.schedule.build import build_schedule
-from ...core.schedule.partition import LayerCost, partition
-from ...core.schedule.simulate import Simulator, StageTimes
-from ...core.schedule.validate import in_flight
+from ...core.schedule.build import LayerCost, build_schedule, partition
+from ...core.schedule.simulate import Simulator, StageTimes, in_flight
 from ...core.vocabulary.errors import PlanError
 from ..model.profile import ModelProfile, ModelUnit
 from .layout import RunLayout

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.cluster.collective import collective_work
+from ...core.cluster.cluster import collective_work
 from ...core.schedule.simulate import StageTimes
 from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
@@ -15,14 +15,15 @@ from .gradients import (
     Backward,
     ExchangeGroup,
     GradientCost,
+    ShardCost,
     calls_of,
     coded_share,
     exchange_gradients,
     gather_rows,
+    shard_cost,
 )
 from .layout import RunLayout
 from .rates import Rates, Spent
-from .shards import ShardCost, shard_cost
 from .stages import StageUnits, cut, pipeline_step, stage_owners, transfer
 from .units import UnitPass, edges_of_tokens, pass_of
 

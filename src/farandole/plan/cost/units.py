@@ -14,13 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ...core.step_model.slowest import largest_normal
+from ...core.step_model.link import largest_normal
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
 from ..model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts
-from .divided import divided_gradients
-from .layout import RunLayout
+from .layout import RunLayout, divided_gradients
 from .rates import PassWork, Rates, Spent
 
 _BACKWARD_MOVED = 2.0

@@ -7,23 +7,223 @@
 [Note: what grows] A plan has one degree that grows with the ranks: the one that is "rest", else `data` (of a plan
 that shards over all of its ranks, `shard`). Weak scaling keeps the samples of a rank, so the global batch grows;
 strong scaling keeps the global batch, so a rank has ever fewer.
+
+[Note: time that failures cost] Failures come at a constant rate, independent of each other: a job of N ranks fails
+N times as often as one rank. A failure loses the work since the last checkpoint, and a restart follows, which may
+fail too. The expected time of an interval of w seconds of work and c of saving, with M seconds between failures
+and R of restart, is M e^(R/M) (e^((w + c)/M) - 1): Daly, "A higher order estimate of the optimum checkpoint
+interval for restart dumps", FGCS 22, 2006, section 3. Goodput is w over that. The best w is about sqrt(2 c M) - c
+(Young, CACM 17(9), 1974), in Daly's expansion sqrt(2 c M) (1 + sqrt(c/2M)/3 + c/18M) - c.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Final
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.coefficient import Coefficient
-from ...core.cluster.resize import with_ranks
+from ...core.cluster.cluster import Cluster, Coefficient, with_ranks
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.units import format_seconds, parse_seconds, read_option
 from ..candidate import Candidate, Prediction, Term
 from ..model.profile import ModelProfile
-from .request import Mode, ScaleRequest
+
+# What to predict: sizes, slow ranks, failures, loading; and how a command line says it.
+
+Mode = Literal["weak", "strong"]
+MODES: Final[tuple[Mode, ...]] = ("weak", "strong")
+MOST_RANKS = 1_048_576
+MOST_SIZES = 64
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """What to predict."""
+
+    plan: Plan
+    ranks: tuple[int, ...]
+    """Sizes of the job, ascending."""
+    global_batch: int
+    """Samples of a step: of the smallest size with weak scaling, of all with strong scaling."""
+    modes: tuple[Mode, ...] = MODES
+    slow_ranks: Mapping[int, float] = field(default_factory=dict)
+    """How many times its usual time a rank's computing takes."""
+    failures: FailureModel | None = None
+    loader_workers: int = 1
+    """How many load a rank's batches, each as fast as the cluster's loader."""
+    storage_bytes_per_second: float | None = None
+    """What all ranks together read; None: no limit."""
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 1 or list(self.ranks) != sorted(set(self.ranks)):
+            raise ConfigError(f"sizes {list(self.ranks)}: expected numbers of ranks from 1, ascending")
+        if max(self.ranks) > MOST_RANKS or len(self.ranks) > MOST_SIZES:
+            raise ConfigError(
+                f"{len(self.ranks)} sizes up to {max(self.ranks):,} ranks: expected at most {MOST_SIZES} sizes "
+                f"of at most {MOST_RANKS:,}"
+            )
+        if self.global_batch < 1:
+            raise ConfigError(f"global batch {self.global_batch}: expected at least 1 sample")
+        if self.loader_workers < 1:
+            raise ConfigError(f"loader-workers {self.loader_workers}: expected at least 1")
+        if self.storage_bytes_per_second is not None and not 0 < self.storage_bytes_per_second < math.inf:
+            raise ConfigError(f"storage-rate {self.storage_bytes_per_second:g}: expected more than 0")
+        for rank, factor in self.slow_ranks.items():
+            if not 1 <= factor <= 1000:
+                raise ConfigError(f"slow rank {rank}:{factor:g}: expected a factor from 1 to 1000")
+            if not 0 <= rank < self.ranks[0]:
+                raise ConfigError(
+                    f"slow rank {rank}: the smallest job has ranks 0 to {self.ranks[0] - 1}",
+                    remedy=f"name one of them, or begin with a larger size than {self.ranks[0]} ranks",
+                )
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Read numbers of ranks: ``64``, ``8,16,48``, or ``8..16384``: 8 and its doubles, and the last number.
+
+    Raises `ConfigError` for anything else.
+    """
+    if ".." in text:
+        low, _, high = text.partition("..")
+        first, last = _size(low, text), _size(high, text)
+        if last < first:
+            raise ConfigError(f"--gpus {text}: {first} is more than {last}", remedy=f"write {last}..{first}")
+        sizes = [first * 2**i for i in range(math.floor(math.log2(last / first)) + 1)]
+        return tuple(sizes if sizes[-1] == last else [*sizes, last])
+    return tuple(sorted({_size(each, text) for each in text.split(",")}))
+
+
+def _size(word: str, text: str) -> int:
+    word = word.strip()
+    if not (word.isascii() and word.isdigit()) or not 1 <= int(word[:12]) <= MOST_RANKS:
+        raise ConfigError(
+            f"--gpus {text}: {word!r} is no number of ranks from 1 to {MOST_RANKS:,}",
+            remedy="write 64, 8,16,48 or 8..16384",
+        )
+    return int(word)
+
+
+def parse_slow_ranks(words: Sequence[str]) -> dict[int, float]:
+    """Read ``3:1.5`` and the like: a rank, and by what its computing time is multiplied."""
+    found: dict[int, float] = {}
+    for text in words:
+        number, _, factor = text.partition(":")
+        try:
+            value = float(factor)
+        except ValueError:
+            value = math.nan
+        if not (number.isascii() and number.isdigit()) or not 1 <= value <= 1000:
+            raise ConfigError(
+                f"--slow-rank {text}: expected a rank and a factor from 1 to 1000",
+                remedy="write --slow-rank 3:1.5",
+            )
+        if int(number) in found:
+            raise ConfigError(f"--slow-rank {text}: rank {number} has a factor already", remedy="give it once")
+        found[int(number)] = value
+    return found
+
+
+# Failures of ranks: what of the time trains, and how often to save.
+
+RESTART_SECONDS = 300.0
+"""Finding that a rank failed, starting the job again and loading: an assumption, not a measurement."""
+SAVE_SECONDS = 30.0
+"""For which training stops to save a checkpoint: an assumption where no disk was measured."""
+_MOST_EXPONENT = 700.0
+
+
+@dataclass(frozen=True)
+class FailureModel:
+    """How often ranks fail, and what it costs."""
+
+    every_seconds: float
+    """Mean time between two failures of `of_ranks` ranks together."""
+    of_ranks: int | None = None
+    """None: of the job, whatever its number of ranks."""
+    restart_seconds: float = RESTART_SECONDS
+    save_seconds: float = SAVE_SECONDS
+    """For which training stops at each checkpoint."""
+    save_every_seconds: float | None = None
+    """Training between two checkpoints; None: Daly's best."""
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("fail-every", self.every_seconds, 0.0),
+            ("checkpoint-every", self.save_every_seconds, 0.0),
+            ("checkpoint-seconds", self.save_seconds, 0.0),
+        ):
+            if value is not None and not least < value < math.inf:
+                raise ConfigError(f"{name} {value:g} s: expected a duration above 0")
+        if not 0 <= self.restart_seconds < math.inf:
+            raise ConfigError(f"restart {self.restart_seconds:g} s: expected a duration from 0")
+        if self.of_ranks is not None and self.of_ranks < 1:
+            raise ConfigError(f"fail-every: of {self.of_ranks} ranks, expected at least 1")
+
+    def between_seconds(self, ranks: int) -> float:
+        """Return the mean time between two failures of a job of `ranks`."""
+        return self.every_seconds if self.of_ranks is None else self.every_seconds * self.of_ranks / ranks
+
+    def interval_seconds(self, ranks: int) -> float:
+        """Return the training between two checkpoints of a job of `ranks`."""
+        if self.save_every_seconds is not None:
+            return self.save_every_seconds
+        return best_interval(self.save_seconds, self.between_seconds(ranks))
+
+    def goodput(self, ranks: int) -> float:
+        """Return the share of the time in which a job of `ranks` does work that it keeps, 0 to 1."""
+        return goodput(
+            self.interval_seconds(ranks), self.save_seconds, self.restart_seconds, self.between_seconds(ranks)
+        )
+
+    def describe(self) -> str:
+        """Return who fails how often, in words."""
+        every = format_seconds(self.every_seconds)
+        if self.of_ranks is None:
+            return f"the job fails every {every}, at every number of ranks"
+        if self.of_ranks == 1:
+            return f"each rank fails every {every}"
+        return f"{self.of_ranks:,} ranks together fail every {every}, other numbers in proportion"
+
+
+def parse_every(text: str) -> tuple[float, int | None]:
+    """Read how often who fails: ``3h`` the job, ``3h/16384`` so many ranks together, ``900h/rank`` each rank.
+
+    Raises `ConfigError` for anything else.
+    """
+    duration, _, who = text.partition("/")
+    seconds = read_option("--fail-every", duration, parse_seconds)
+    if seconds <= 0:
+        raise ConfigError(f"--fail-every {text}: expected more than 0 seconds")
+    if "/" not in text:
+        return seconds, None
+    if who.strip() in ("rank", "job"):
+        return seconds, 1 if who.strip() == "rank" else None
+    if not who.strip().isdigit() or int(who) < 1:
+        raise ConfigError(
+            f"--fail-every {text}: {who!r} is no number of ranks",
+            remedy="write 3h (the job), 3h/16384 (so many ranks together) or 900h/rank (each rank)",
+        )
+    return seconds, int(who)
+
+
+def goodput(work: float, save: float, restart: float, between: float) -> float:
+    """Return the share of time that is kept work; all in seconds. See [Note: time that failures cost]."""
+    exponent = (work + save) / between
+    if exponent + restart / between > _MOST_EXPONENT:
+        return 0.0
+    return work / (between * math.exp(restart / between) * math.expm1(exponent))
+
+
+def best_interval(save: float, between: float) -> float:
+    """Return Daly's best training time between two checkpoints, in seconds; `between` failures, if too short."""
+    if save >= 2 * between:
+        return between
+    part = save / (2 * between)
+    return math.sqrt(2 * save * between) * (1 + math.sqrt(part) / 3 + part / 9) - save
+
 
 Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]
 _EXCHANGES: Final[tuple[Term, ...]] = ("data", "shard", "tensor", "context", "expert", "transfer", "codec")

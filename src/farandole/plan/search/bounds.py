@@ -17,19 +17,17 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.collective import collective_work
-from ...core.step_model.comm_cost import ring_factor
+from ...core.cluster.cluster import Cluster, collective_work
+from ...core.step_model.link import ring_factor
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..cost.held import RoughRank
 from ..cost.layout import RunLayout
 from ..cost.units import is_block
-from ..model.profile import ModelProfile, ModelUnit
-from ..model.unfold import unfolded
-from .layout import SearchLayout
-from .other_clusters import ranks_per_host
+from ..model.profile import ModelProfile, ModelUnit, unfolded
+from .result import ranks_per_host
+from .space import SearchLayout
 
 Units = list[tuple[ModelUnit, float]]
 _HALF = {"fp32": 1.0}

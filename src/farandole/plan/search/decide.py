@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.resize import with_ranks
+from ...core.cluster.cluster import Cluster, with_ranks
 from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.units import format_seconds
 from ..combinations import lossy_keys
@@ -15,14 +14,12 @@ from ..cost.predict import predict as predict_fully
 from ..cost.stages import short_schedule
 from ..model.profile import ModelProfile
 from .in_words import in_words
-from .knobs import fixed_is_lossy, is_lossy
-from .other_clusters import ranks_per_host, with_limit
-from .reasons import constraint_of, next_bottleneck, why_it_does_not_fit, why_slower
+from .reasons import changes_of, constraint_of, next_bottleneck, ways_to_fit, why_it_does_not_fit, why_slower
 from .refine import best_cuts, layers_of_plan, micro_batch_of, passes_of
 from .request import SearchRequest
-from .result import DrawnPlan, PlanAnswer, PlanFamily, PredictedPlan
+from .result import DrawnPlan, PlanAnswer, PlanFamily, PredictedPlan, ranks_per_host, with_limit
 from .search import Found, Predictor, SearchQuestion, find, score
-from .what_if import changes_of, ways_to_fit
+from .space import fixed_is_lossy, is_lossy
 
 LONG_STEP_SECONDS = 600.0
 MUCH_FASTER = 1.5

@@ -6,19 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.resize import with_ranks
+from ...core.cluster.cluster import Cluster, with_ranks
 from ...core.vocabulary.units import format_seconds
 from ..candidate import Candidate
 from ..cost.predict import predict
 from ..model.profile import ModelProfile
 from .decide import needs_of, stage_seconds, warnings_of_codec
 from .in_words import in_words
-from .other_clusters import with_limit
-from .reasons import constraint_of, next_bottleneck, why_slower
-from .result import PlanAnswer, PlanFamily, PredictedPlan, Tried
+from .reasons import changes_of, constraint_of, next_bottleneck, why_slower
+from .result import PlanAnswer, PlanFamily, PredictedPlan, Tried, with_limit
 from .search import Found, SearchQuestion
-from .what_if import changes_of
 
 Measured = tuple[Candidate, float | None, str]
 """A plan that was run, the seconds of a step (None: it failed), and what happened."""

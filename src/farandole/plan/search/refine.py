@@ -15,15 +15,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.cluster.cluster import Cluster
-from ...core.schedule.partition import LayerCost, partition
+from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.schedule_names import chunks_of
 from ...core.vocabulary.spec import MOST_ZERO, Plan
 from ..candidate import Candidate
 from ..cost.stages import short_schedule
 from ..cost.units import is_block
-from ..model.profile import ModelProfile
-from ..model.unfold import name_of
+from ..model.profile import ModelProfile, name_of
 from .bounds import pass_seconds
 from .result import PredictedPlan
 

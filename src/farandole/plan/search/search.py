@@ -31,12 +31,10 @@ from ..candidate import Candidate, Prediction
 from ..cost.stages import simulated_micro_batches
 from ..model.profile import ModelProfile
 from .bounds import Bounds, Floor
-from .knobs import TUNED, settings_of
-from .layout import SearchLayout, neighbours
 from .refine import refined
 from .request import SearchRequest
 from .result import PredictedPlan
-from .space import Space
+from .space import TUNED, SearchLayout, Space, neighbours, settings_of
 
 Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]
 FIRST_OF_A_FAMILY = 4

@@ -8,21 +8,202 @@ say of each family why it is not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import product
-from typing import Any
+from itertools import permutations, product
+from typing import Any, NamedTuple
 
 from ...core.cluster.cluster import Cluster
-from ...core.vocabulary.codec_spec import NONE, CodecSpec
+from ...core.step_model.prediction import CANDIDATES
+from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
+from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.schedule_names import DEFAULT_CHUNKS, SCHEDULES, SEVERAL_STAGES, chunks_of
+from ...core.vocabulary.schedule_names import (
+    DEFAULT_CHUNKS,
+    DEFAULT_SCHEDULE,
+    SCHEDULES,
+    SEVERAL_STAGES,
+    chunks_of,
+)
 from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ..candidate import Candidate
+from ..combinations import lossy_keys, refuse_codecs_of_rows, refuse_combinations
 from ..model import division
 from ..model.profile import ModelProfile
-from .layout import SearchLayout
-from .other_clusters import ranks_per_host
-from .request import FEWER_RANKS, SearchRequest
+from .request import FEWER_RANKS, PRECISIONS, SearchRequest
+from .result import ranks_per_host
+
+# The keys that tune a layout without changing what a rank holds: buckets, codecs, routes.
+
+BUCKET_BYTES = tuple(2**i for i in range(19, 27))
+"""From 512 KiB to 64 MiB."""
+TUNED = ("bucket_bytes", "first_bucket_bytes", "codec", "route")
+"""The keys."""
+ROUTES = ("auto", "flat")
+"""Routes that can be fastest. The others are what "auto" takes, or for comparison."""
+
+
+def settings_of(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> Iterator[dict[str, Any]]:
+    """Yield the values of tuning keys to look at for a layout; the first are the defaults.
+
+    Keys that are fixed are not in them. Codecs beside none are lossy, and only there if the request allows it.
+    """
+    yield {}
+    if layout.sample_ranks * layout.context == 1:
+        return
+    fixed = request.fixed
+    codecs = _codecs(layout, request, cluster)
+    if layout.zero == MOST_ZERO:
+        yield from ({"codec": codec} for codec in codecs if codec != NONE)
+        return
+    usual = Plan().with_bucket_bytes(on_device=not cluster.on_cpus).bucket_bytes
+    sizes = [0, *(size for size in BUCKET_BYTES if size != usual and "bucket_bytes" not in fixed)]
+    routes = ROUTES if "route" not in fixed and len(cluster.tiers) > 1 else ROUTES[:1]
+    for codec, nbytes, route in product(codecs, sizes, routes):
+        keys: dict[str, Any] = {"codec": codec, "bucket_bytes": nbytes, "route": route}
+        if "first_bucket_bytes" not in fixed:
+            keys["first_bucket_bytes"] = min(nbytes or usual, Plan.first_bucket_bytes)
+        changed = {key: value for key, value in keys.items() if key not in fixed and value != getattr(Plan, key)}
+        if changed:
+            yield changed
+
+
+def is_lossy(plan: Plan) -> bool:
+    """Whether anything that travels under this plan is rounded, or may be."""
+    return bool(lossy_keys(plan)) or (plan.codec == AUTO and plan.lossy)
+
+
+def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
+    if "codec" in request.fixed or not request.allow_lossy or (layout.zero and not cluster.on_cpus):
+        return [NONE]
+    return [NONE, *(name for name in CANDIDATES if cluster.knows_codec(name) and _works(name, layout))]
+
+
+def _works(codec: str, layout: SearchLayout) -> bool:
+    """Whether a codec fits the stage; the plan's own checks refuse the rest."""
+    spec = CodecSpec.parse(codec)
+    if spec.is_exact:
+        return False
+    return spec.works_on_shards if layout.zero == MOST_ZERO else spec.is_quantized or not layout.zero
+
+
+def fixed_is_lossy(fixed: Mapping[str, Any]) -> bool:
+    """Whether keys that the user fixed ask for something lossy themselves."""
+    named = [fixed.get(name, NONE) for name in ("codec", "weight_codec", "expert_codec")]
+    named += dict(fixed.get("codec_for", {})).values()
+    return bool(fixed.get("lossy")) or any(CodecSpec.parse(name).is_applied for name in named)
+
+
+# A way to spread a model over ranks, before the keys that only tune it: buckets, codecs, routes, cuts.
+
+
+class SearchLayout(NamedTuple):
+    """Degrees, ZeRO stage, samples, recomputation, precision, schedule. `data` and `shard` are data parallel."""
+
+    pipeline: int = 1
+    data: int = 1
+    shard: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    zero: int = 0
+    micro_batch: int = 1
+    """Samples of one pass of a rank."""
+    passes: int = 1
+    """Passes of a step: `accumulate`, or `micro_batches` of a pipeline."""
+    recompute: str = "none"
+    precision: str = "fp32"
+    schedule: str = DEFAULT_SCHEDULE
+    chunks: int = 0
+    sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """All of them."""
+        return self.sample_ranks * self.pipeline * self.context * self.tensor
+
+    @property
+    def sample_ranks(self) -> int:
+        """Ranks that train on other samples."""
+        return self.data * self.shard * self.expert
+
+    @property
+    def sharing(self) -> int:
+        """Ranks that share one copy of what ZeRO shards; expert ranks have the same shared parameters."""
+        if not self.zero:
+            return 1
+        one_copy = self.shard if self.shard > 1 else self.data
+        return one_copy * self.expert * self.context
+
+    @property
+    def family(self) -> str:
+        """The kind of plan that this is, such as ``ZeRO-3 x tensor``."""
+        parts = []
+        if self.zero == MOST_ZERO and self.shard > 1 and self.data > 1:
+            parts.append("hybrid ZeRO-3")
+        elif self.zero:
+            parts.append(f"ZeRO-{self.zero}")
+        elif self.data > 1:
+            parts.append("data")
+        parts += [name for name in ("tensor", "pipeline", "expert", "context") if getattr(self, name) > 1]
+        return " x ".join(parts) or "one rank"
+
+    def to_candidate(self, fixed: Mapping[str, Any], **tuned: Any) -> Candidate:
+        """Return the plan with these keys, the `fixed` and the `tuned` ones; raise `PlanError` if there is none.
+
+        A plan that this returns is one that the product's own checks of combinations accept.
+        """
+        keys = self._asdict()
+        for name in ("micro_batch", "passes", "schedule", "chunks"):
+            del keys[name]
+        keys["precision"] = "bf16" if self.precision == "bf16-weights" else self.precision
+        keys["bf16_parameters"] = self.precision == "bf16-weights"
+        if self.pipeline > 1:
+            keys |= {"schedule": self.schedule, "micro_batches": self.passes}
+            if self.schedule == "interleaved":
+                keys["chunks"] = self.chunks
+        elif fixed.get("micro_batches", 0) > 1:
+            keys["micro_batches"] = self.passes
+        else:
+            keys["accumulate"] = self.passes
+        keys |= fixed
+        if self.tensor == 1:
+            keys.pop("tensor_recipe", None)  # it says how layers would be divided, and not that they are
+        plan = Plan(**{**keys, **tuned})
+        refuse_combinations(plan, self.degrees)
+        refuse_codecs_of_rows(plan)
+        return Candidate(plan, self.ranks, self.micro_batch * self.passes * self.sample_ranks)
+
+    @property
+    def degrees(self) -> Degrees:
+        """The mesh."""
+        return Degrees(self.pipeline, self.data, self.shard, self.expert, self.context, self.tensor)
+
+
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "zero": tuple(range(MOST_ZERO + 1)), "recompute": ("none", "blocks"), "precision": PRECISIONS,
+}  # fmt: skip
+
+
+def neighbours(layout: SearchLayout) -> Iterator[SearchLayout]:
+    """Yield layouts that differ in one thing by a factor of two or by another value; not all of them can be."""
+    for more, less in ((1, 2), (2, 1)):
+        yield layout._replace(micro_batch=layout.micro_batch * more // less, passes=layout.passes * less // more)
+    for name, values in _VALUES.items():
+        yield from (layout._replace(**{name: value}) for value in values if value != getattr(layout, name))
+    for schedule, chunks in product(SCHEDULES, (0, DEFAULT_CHUNKS, 2 * DEFAULT_CHUNKS)):
+        if (schedule, chunks) != (layout.schedule, layout.chunks):
+            yield layout._replace(schedule=schedule, chunks=chunks)
+    for down, up in permutations(ORDER, 2):
+        if getattr(layout, down) % 2:
+            continue
+        moved = layout._replace(**{down: getattr(layout, down) // 2, up: getattr(layout, up) * 2})
+        samples = layout.micro_batch * layout.passes * layout.sample_ranks // moved.sample_ranks
+        for micro_batch, by_tokens in product({layout.micro_batch, samples // layout.passes, 1}, (False, True)):
+            if micro_batch:
+                passes = samples // micro_batch
+                yield moved._replace(micro_batch=micro_batch, passes=passes, sequence_parallel=by_tokens)
+
 
 MOST_CHUNKS = 4
 MOST_MICRO_BATCHES = 512

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from ...core.vocabulary.errors import ConfigError
-from ..server.message import ServerMessage
-from .id_text import read_ids
+from ..server.channel import ServerMessage
 from .links import RowLinks
-from .store import RowStore
+from .store import RowStore, read_ids
 
 _REMOVED: Final = -1
 """In place of a version, for a row that was removed; its place is free with those of many others."""

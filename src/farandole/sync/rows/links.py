@@ -8,9 +8,9 @@ from typing import Any, Final, Protocol
 
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, FarandoleError
+from ..server.channel import ServerMessage
 from ..server.client import wait_for
 from ..server.dense.connect import ServerConnections, ServerLayout, start_and_connect
-from ..server.message import ServerMessage
 from . import tables
 from .service import RowService
 

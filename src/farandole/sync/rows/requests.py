@@ -6,10 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..server.message import ServerMessage
-from .hashing import owners
-from .id_text import pack_ids, pack_numbers
+from ..server.channel import ServerMessage
 from .links import MOST_MESSAGE_BYTES, RowLinks
+from .store import owners, pack_ids, pack_numbers
 
 
 class RowMessages:

@@ -9,10 +9,10 @@ from typing import Final
 import numpy as np
 import torch
 
-from ..server.message import ServerMessage
-from .hashing import owners
+from ..server.channel import ServerMessage
 from .links import MOST_MESSAGE_BYTES, RowLinks
 from .requests import RowMessages
+from .store import owners
 
 _ROWS: Final = ("ids", "rows", "states", "used")
 _WAITING: Final = ("waiting_ids", "waiting_counts", "waiting_used")

@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from ...core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
-from ..server.message import ServerMessage
-from ..server.problems import read_problem, write_problem
-from .id_text import unpack_ids
+from ..server.channel import ServerMessage, read_problem, write_problem
 from .shard import Push, RowRules, RowShard
+from .store import unpack_ids
 
 
 class RowService:

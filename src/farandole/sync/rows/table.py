@@ -33,15 +33,13 @@ from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import has_world, world
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.events import SETUP_ROWS_IN_STEP, InnerExchange, Setup
-from ..server.message import ServerMessage
+from ..server.channel import ServerMessage
 from .copies import Mark, RowChanges, read_changes
-from .hashing import key_of
-from .id_text import read_ids
 from .links import LocalShards, RowLinks, RowServers, ServerShards
-from .optimizers import RowOptimizer
 from .requests import RowMessages
 from .saved import put_rows, take_rows
-from .shard import RowRules
+from .shard import RowOptimizer, RowRules
+from .store import key_of, read_ids
 
 
 @dataclass(frozen=True)

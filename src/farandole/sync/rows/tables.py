@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from ...core.vocabulary.errors import FarandoleError, Mismatch
-from ..server.message import ServerMessage
+from ..server.channel import ServerMessage
 from .service import RowService
 
 SERVICE: Final = "tables"

@@ -21,10 +21,16 @@ import torch
 from ...core.vocabulary.errors import CommError, LaunchError, PeerLost, Stalled
 from ...core.vocabulary.notice import write_notice
 from ...core.wire.framing import FrameError
-from .channel import QUESTION_BYTES, Hello, ServerChannel, open_connection, wait_for_any
+from .channel import (
+    QUESTION_BYTES,
+    Hello,
+    ServerChannel,
+    ServerMessage,
+    open_connection,
+    read_problem,
+    wait_for_any,
+)
 from .loop import CONTROL
-from .message import ServerMessage
-from .problems import read_problem
 from .start import ServerPlace, ServerProcess, last_words, restore_server
 
 RESTORE_SECONDS = 60.0

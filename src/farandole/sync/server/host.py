@@ -10,8 +10,7 @@ import torch
 
 from ...core.vocabulary.errors import FarandoleError
 from ...core.wire.framing import FrameError
-from .message import ServerMessage
-from .problems import write_problem
+from .channel import ServerMessage, write_problem
 from .service import Service
 
 

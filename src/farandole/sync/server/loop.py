@@ -16,9 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from ...core.wire.framing import FrameError
-from .channel import HELLO, QUESTION_BYTES, Hello, ServerChannel
+from .channel import HELLO, QUESTION_BYTES, Hello, ServerChannel, ServerMessage
 from .host import ServiceHost
-from .message import ServerMessage
 from .snapshot import SnapshotWriter
 
 HELLO_SECONDS = 5.0

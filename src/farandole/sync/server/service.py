@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ...core.vocabulary.errors import FarandoleError
-from .message import ServerMessage
+from .channel import ServerMessage
 
 
 class Service(Protocol):

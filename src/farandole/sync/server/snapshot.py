@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ...core.wire.framing import FrameError
-from .message import LENGTH, MOST_TEXT_BYTES, Outline, ServerMessage, tensor_views, write_text
+from .channel import LENGTH, MOST_TEXT_BYTES, Outline, ServerMessage, tensor_views, write_text
 
 SNAPSHOT: Final = "snapshot"
 _MOST_BYTES = 1 << 50

@@ -14,13 +14,12 @@ import torch
 from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.optim.disk_states import KINDS
-from ...plan.answer.by_degrees import DividedModel
+from ...plan.answer.text import DividedModel
 from ...plan.memory import ModelFacts, memory_of
 from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
-from ..memory.batches import SAMPLES, Batches
+from ..memory.batches import SAMPLES, Batches, read_shape, zeros_of
 from ..memory.optimizers import OPTIMIZERS
 from ..memory.probe import Question, probe
-from ..memory.shapes import read_shape, zeros_of
 from ..memory.trial import be_like_a_rank
 from ..memory.user_code import load_function
 from .analyse import analyse

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...parallel.context.attention import AttentionCall
-from ..memory.fake_pass import errors_of_pass
-from ..memory.live_storages import storages_of
+from ..memory.fake_pass import errors_of_pass, storages_of
 from ..memory.user_pass import Loss, forward_loss, passes_of
 from .flops import flops_of, is_fused_attention
 from .marks import Marks

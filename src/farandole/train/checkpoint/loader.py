@@ -28,15 +28,15 @@ from ...parallel.precision.passes import loss_scale_of
 from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
-from ...parallel.zero.weight_residuals import load_weight_residuals, packs_weights, warn_of_lost_weights
+from ...parallel.zero.sharded_step import load_weight_residuals, packs_weights, warn_of_lost_weights
 from ...sync.rows.checkpointed import SavedTables
 from .agreement import find_manifest, named, together, with_offer
+from .later_copy import WriterPool
 from .optimizers import different_groups, load_optimizer, require_like, state_reference, without_parameters
 from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
 from .reading import read_tensors, shared_room
 from .state import Training, meet_before, module_splits
 from .values import CopiedIfShared, entries, frozen_weight, only_copies, restorer, tensor_names
-from .writers import WriterPool
 
 _MOST_NAMED = 3
 

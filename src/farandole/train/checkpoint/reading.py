@@ -32,8 +32,7 @@ from ...checkpoint.dtypes import ITEM_BYTES, tensor_bytes
 from ...checkpoint.manifest import Manifest, PieceEntry
 from ...checkpoint.verify import damaged_piece, require_file, require_header
 from ...checkpoint.writer.client import Writer
-from ...comm.host_memory.barrier import Peer
-from ...comm.host_memory.memory import Unavailable, aligned, find_peers
+from ...comm.host_memory.memory import Peer, Unavailable, aligned, find_peers
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.split import PartBox, Split, boxes_here

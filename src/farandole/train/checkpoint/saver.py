@@ -36,8 +36,7 @@ from ...checkpoint.lock import DirectoryLock, read_nonce
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
 from ...checkpoint.run_line import Lines, RunLine
 from ...checkpoint.writer.client import Writer
-from ...comm.world.background_store import BackgroundStore
-from ...comm.world.store_sync import all_gather_json
+from ...comm.world.store_sync import BackgroundStore, all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
 from ...core.vocabulary.events import CHECKPOINT, Phase
@@ -46,11 +45,9 @@ from ...parallel.pipeline.apply import refuse_open_batch
 from ...sync.rows.checkpointed import tell_left_out
 from ...version import VERSION
 from .agreement import together, together_saying
-from .division import Item, divide, local_items, plan_from_json
-from .later_copy import LaterCopies, LaterCopy
-from .memory_file import MemoryFile, copy_to_memory, whole_items
+from .later_copy import LaterCopies, LaterCopy, MemoryFile, WriterPool, copy_to_memory, whole_items
+from .optimizers import Item, divide, local_items, plan_from_json
 from .state import Training, TrainingState, meet_before, merge_shared, read_state
-from .writers import WriterPool
 
 _SEEN_SECONDS = 5.0
 """For a shared file system to show on this host what another wrote."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ...checkpoint.encoding import encode
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.messages import bytes_of
 from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
@@ -30,7 +30,7 @@ from ...parallel.precision.passes import loss_scale_of
 from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
-from ...parallel.zero.weight_residuals import weight_residuals
+from ...parallel.zero.sharded_step import weight_residuals
 from ...sync.rows.checkpointed import TableState, tables_in
 from ...sync.rows.table import RowTable
 from .optimizers import merge_optimizers, parameter_names, plain_parameters, read_optimizer

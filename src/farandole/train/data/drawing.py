@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader
 
-from ...comm.batch_weight.drawn_batches import Origin
+from ...comm.batch_weight import Origin
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
 from ...parallel.seeds import kept_generators
-from ..balance.balancer import balancer_of
-from ..balance.share_changes import ShareChanges
+from ..balance import ShareChanges, balancer_of
 from .ahead.told_later import Handover, drawn_ahead, tell
 from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_kind import no_draw

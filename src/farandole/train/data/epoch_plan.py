@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..balance.share_changes import ShareChanges
+from ..balance import ShareChanges
 from .partition import Part, Partition
 from .position import LoopPlace
 

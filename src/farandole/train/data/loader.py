@@ -25,15 +25,13 @@ from ...parallel.instrument.training_facts import note_loader
 from ..guards.same_data import data_of, refuse_other_data
 from .ahead.told_later import depth_ahead
 from .drawing import Drawing, LoaderState
-from .length_buckets import Cut, LengthBuckets
-from .lengths import Lengths, agreed_lengths, digest_of
+from .length_buckets import Cut, LengthBuckets, Lengths, agreed_lengths, digest_of
 from .loader_kind import counts_itself, divided_kind, facts_of, refuse_divided, refuse_strange
 from .partition import Partition
 from .position import read_state
 from .rank_sampler import RankBatches, RankBatchSampler, RankSampler
-from .spared_workers import sparing_workers
 from .stream import divide_stream, has_states
-from .worker_cores import TunedLoaders, on_worker_cores, worker_cores
+from .worker_cores import TunedLoaders, on_worker_cores, sparing_workers, worker_cores
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..balance.share_changes import Division
+from ..balance import Division
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ...comm.world.store_sync import require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
-from ..balance.share_changes import is_share_state
+from ..balance import is_share_state
 from .stream import stream_state
 
 _VERSION = 2

@@ -17,10 +17,9 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
-from ..balance.share_changes import ShareChanges
+from ..balance import ShareChanges
 from .epoch_plan import EpochPlan, Order, RoundsPlan
-from .length_buckets import Cut, LengthBuckets
-from .lengths import digest_of, is_permutation
+from .length_buckets import Cut, LengthBuckets, digest_of, is_permutation
 from .partition import Partition
 from .position import CutAt, LoopPlace
 from .random_state import SeededIndexes, seed_of, seeded

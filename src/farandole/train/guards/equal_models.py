@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.messages import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks

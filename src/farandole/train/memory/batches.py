@@ -4,14 +4,42 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.suggestions import did_you_mean
 from .user_code import errors_of_user
+
+# Batches as shapes on a command line: ``8,128:int64``.
+
+_TYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool")
+}
+
+
+def zeros_of(texts: Sequence[str], samples: int | None = None) -> tuple[torch.Tensor, ...]:
+    """Return a tensor of zeros for each text; `samples` replaces the first number of each shape."""
+    shapes = [read_shape(text) for text in texts]
+    return tuple(
+        torch.zeros(shape if samples is None else [samples, *shape[1:]], dtype=dtype) for shape, dtype in shapes
+    )
+
+
+def read_shape(text: str) -> tuple[list[int], torch.dtype]:
+    """Read one shape with its type, float32 by default. Raises `ConfigError`."""
+    shape, colon, kind = text.partition(":")
+    sizes = [each.strip() for each in shape.split(",")]
+    if not all(each.isdecimal() and int(each) > 0 for each in sizes):
+        raise ConfigError(f"--input {text!r}: expected a shape and a type such as 8,128:int64")
+    if colon and kind not in _TYPES:
+        raise ConfigError(f"--input {text!r}: type {kind!r} is not known", remedy=did_you_mean(kind, _TYPES))
+    return [int(each) for each in sizes], _TYPES[kind] if colon else torch.float32
+
 
 SAMPLES = 2
 """Samples of the example batch, where the function takes a number."""

@@ -16,8 +16,8 @@ from ...core.vocabulary.errors import ConfigError
 from ...launch.doctor.machine import read_memory
 from ...plan.memory import PRECISIONS, RECOMPUTE
 from ...plan.memory_page import MicroBatchRequest
+from .batches import read_shape
 from .search import largest_that_fits, micro_batches
-from .shapes import read_shape
 from .trial import MODULE, TrialRequest, TrialResult
 
 _TOPIC = "fd.find_micro_batch"

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.suggestions import did_you_mean
 from ...plan.memory import OptimizerFacts
-from .live_storages import LiveStorages
+from .fake_pass import LiveStorages
 
 
 class _Named(NamedTuple):

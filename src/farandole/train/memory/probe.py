@@ -14,10 +14,9 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
 from ...parallel.frozen.adapters import adaptable, low_rank_adapters
-from ...parallel.frozen.block_codes import FORMS
 from ...parallel.frozen.encode_model import encode_weights, frozen_weights, stored_tensors
-from ...parallel.frozen.frozen_weight import FrozenWeight
-from ...parallel.precision.products import product_weights
+from ...parallel.frozen.frozen_weight import FORMS, FrozenWeight
+from ...parallel.precision.passes import product_weights
 from ...plan.memory import (
     ADAPTER_RANK,
     PRECISIONS,

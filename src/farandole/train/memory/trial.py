@@ -27,12 +27,12 @@ from typing import Any
 import torch
 
 from ...comm.device.accelerator import limit_memory, peak_bytes
-from ...core.failures.backend_texts import is_out_of_memory
+from ...core.failures import is_out_of_memory
 from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes
+from .batches import zeros_of
 from .optimizers import make_optimizer
-from .shapes import zeros_of
 from .user_code import describe, errors_of_user, load_function
 from .user_pass import batch_in, forward_loss, recomputed, weight_type
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
 from ...parallel.pipeline.micro_batches import as_call
-from ...parallel.precision.shared_casts import own_casts
+from ...parallel.precision.passes import own_casts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From what a model returns, and the batch, to a scalar."""

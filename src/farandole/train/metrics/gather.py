@@ -4,28 +4,183 @@
 the ranks' rows one after the other are the job's batch in its order. After the loop, a value with one row for each
 sample that the loop has handed out, on every rank, comes in the order of the epoch, without the placeholder. Any
 other rows are those of rank 0, then those of rank 1, and so on.
+
+[Note: gradients of gathered rows] Each rank computes the loss of the joined batch from all ranks' rows, and lets
+gradients flow back through its own rows alone. The exchange takes the mean over the ranks, in which rank r weighs
+f_r / N: so what flows back to its rows is multiplied by N / f_r, and the mean is the sum over all rows, which is
+the gradient of one process. A parameter of the loss itself (a temperature) has the same gradient on every rank,
+which is then the mean.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.messages import bytes_of
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
 from ..data.position import EpochRows, LatestLoop
-from .nest import Leaf, take_apart, tensors_with_gradients
-from .own_rows import with_own
+
+# A nest of containers taken apart into its leaves, and put together again from others.
+#
+# Dicts and tuples are structure. Tensors, NumPy arrays and lists are rows; everything else is one value of a
+# rank.
+
+Kind = Literal["tensor", "array", "list", "value"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What is gathered by itself."""
+
+    path: str
+    """Where it stands, as ``['boxes'][0]``; empty: the value is the leaf."""
+    kind: Kind
+    value: Any
+    """A tensor without gradient for the kinds "tensor" and "array", else the object."""
+
+    @property
+    def rows(self) -> int | None:
+        """How many rows it has; None: a single value."""
+        if self.kind == "list":
+            return len(self.value)
+        if self.kind == "value" or not self.value.dim():
+            return None
+        return int(self.value.shape[0])
+
+    @property
+    def form(self) -> str:
+        """What must be the same on all ranks."""
+        if self.kind in ("list", "value"):
+            return f"a {'list' if self.kind == 'list' else 'single value'}"
+        shape = ", ".join(["*", *map(str, self.value.shape[1:])][: self.value.dim()])
+        return f"a {self.kind} of {str(self.value.dtype).removeprefix('torch.')} and shape [{shape}]"
+
+
+def take_apart(value: Any) -> tuple[list[Leaf], Callable[[list[Any]], Any]]:
+    """Return the leaves of a nest, and what makes the same nest of as many other values."""
+    leaves: list[Leaf] = []
+    build = _walk(value, "", leaves)
+    return leaves, lambda values: build(iter(values))
+
+
+def _walk(value: Any, path: str, leaves: list[Leaf]) -> Callable[[Any], Any]:
+    if isinstance(value, Mapping):
+        names = sorted(value, key=repr)  # ranks may have put them in in another order
+        parts = {name: _walk(value[name], f"{path}[{name!r}]", leaves) for name in names}
+
+        def mapping(values: Any) -> Any:
+            made = {name: parts[name](values) for name in names}
+            return {name: made[name] for name in value}
+
+        return mapping
+    if isinstance(value, tuple):
+        items = [_walk(item, f"{path}[{i}]", leaves) for i, item in enumerate(value)]
+        kind = type(value)
+        if hasattr(kind, "_fields"):
+            return lambda values: kind(*(item(values) for item in items))
+        return lambda values: tuple(item(values) for item in items)
+    leaves.append(_leaf(path, value))
+    return next
+
+
+def tensors_with_gradients(value: Any, path: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors of a nest as they are, by the paths of their leaves."""
+    if isinstance(value, Mapping):
+        parts = [tensors_with_gradients(value[name], f"{path}[{name!r}]") for name in value]
+    elif isinstance(value, tuple):
+        parts = [tensors_with_gradients(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    else:
+        return {path: value} if isinstance(value, torch.Tensor) else {}
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def _leaf(path: str, value: Any) -> Leaf:
+    if isinstance(value, torch.Tensor):
+        return Leaf(path, "tensor", value.detach())
+    if isinstance(value, list):
+        return Leaf(path, "list", value)
+    array = _as_tensor(value)
+    return Leaf(path, "value", value) if array is None else Leaf(path, "array", array)
+
+
+def _as_tensor(value: Any) -> torch.Tensor | None:
+    """Return a NumPy array of numbers as a tensor."""
+    if (
+        type(value).__module__ != "numpy"
+        or not hasattr(value, "__array_interface__")
+        or not hasattr(value, "resize")
+    ):
+        return None  # NumPy is not imported for this; its scalars are values
+    try:
+        return torch.from_numpy(value.copy())
+    except TypeError:  # of texts or objects
+        return None
+
+
+# Rows of all ranks in which this rank's own keep their gradient: for a loss over the joined batch.
+
+
+class _OwnRows(torch.autograd.Function):
+    """`rows`, of which those from `begin` to `end` are `own`."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, rows: torch.Tensor, place: slice, scale: Callable[[], float]) -> Any:
+        ctx.place, ctx.scale, ctx.shape = place, scale, own.shape
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        mine = gradients[0][ctx.place]
+        own = mine * ctx.scale() if mine.shape == ctx.shape else mine.new_zeros(ctx.shape)
+        return own, None, None, None
+
+
+def with_own(own: torch.Tensor, rows: torch.Tensor, counts: Sequence[int], here: World) -> torch.Tensor:
+    """Return `rows` of all ranks, of which this rank's are `own`. See [Note: gradients of gathered rows].
+
+    Args:
+        own: this rank's rows, with their gradient.
+        rows: of all ranks, one rank after the other.
+        counts: how many of them each rank has; 0 for a rank with a placeholder, which gets gradients of zero.
+        here: the world.
+    """
+    weight = here.session.batch_weight
+    factor = weight.factor
+
+    def scale() -> float:
+        mine = weight.at_backward(factor)
+        return here.size / mine if mine else 0.0
+
+    begin = sum(counts[: here.rank])
+    found: torch.Tensor = _OwnRows.apply(own, rows, slice(begin, begin + counts[here.rank]), scale)
+    return found
+
+
+def has_gathered(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` was computed from rows of all ranks that `with_own` made."""
+    seen: set[Any] = set()
+    waiting = [tensor.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "_OwnRowsBackward":
+            return True
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
 
 _OPERATION = "fd.gather"
 _SAME_SAMPLES = ("pipeline", "tensor")

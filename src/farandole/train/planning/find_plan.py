@@ -19,15 +19,13 @@ from typing import Any
 from torch import nn
 
 from ...comm.device.accelerator import gpu_count
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.find import find_machines
-from ...core.cluster.resize import with_ranks
+from ...core.cluster.cluster import Cluster, with_ranks
+from ...core.cluster.presets import find_machines
 from ...core.vocabulary.config import convert
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.suggestions import did_you_mean
-from ...plan.answer.files import write_answer
-from ...plan.answer.inputs import write_inputs
+from ...plan.answer.files import write_answer, write_inputs
 from ...plan.model.profile import ModelProfile
 from ...plan.model.profile_file import read_profile
 from ...plan.search.decide import search

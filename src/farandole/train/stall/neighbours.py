@@ -22,7 +22,7 @@ from typing import Any
 
 from ...comm.world.host_address import own_address
 from ...comm.world.world import World
-from ...core.failures.positions import Kind, Position
+from ...core.failures import Kind, Position
 from ...launch.supervise.stopped_process import state_of
 
 _READ_SECONDS = 5.0

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ...comm.device.untraced import untraced
-from ...core.failures.positions import Kind, Position
+from ...comm.device.streams import untraced
+from ...core.failures import Kind, Position
 from ...core.host.open_sockets import borrowed, open_sockets
 from .call_stack import (
     Stack,

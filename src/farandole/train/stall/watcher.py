@@ -19,13 +19,24 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...comm.world.world import World
-from ...core.failures.positions import Judgement, Position, describe, judge, remedy
+from ...core.failures import Judgement, Position, describe, judge, remedy
 from ...core.host.stacks import StackWriter
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import STACKS, STALL, position_path, write_private
 from .neighbours import Neighbours
-from .open_phases import open_phases
 from .sampler import Sampler
+
+# Phases that the user has announced with `fd.phase` and that are open: no step is expected meanwhile.
+
+
+class _OpenPhases(list[str]):
+    """Names, the innermost last."""
+
+
+def open_phases(here: World) -> list[str]:
+    """Return the names of the phases that are open, as they change."""
+    return here.session.keep(_OpenPhases, _OpenPhases)
+
 
 # How long a training may do no step before that is strange: `MEDIANS` median steps, or the plan's seconds.
 MEDIANS = 20

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ...core.environ.env import inherited_environment
-from ...core.failures.backend_texts import is_out_of_memory
+from ...core.failures import is_out_of_memory
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import FAILURE
 from ...core.vocabulary.units import format_bytes, format_seconds

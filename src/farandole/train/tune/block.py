@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.step_model.intervals import Interval, nested_ratio
+from ...core.step_model.prediction import Interval, nested_ratio
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.environ.env import read_cache_directory
 from ...core.environ.tune_settings import SETTINGS
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.run_files import write_private
 from .switching import ExchangeSwitch
 

@@ -24,7 +24,7 @@ from ...comm.world.store_sync import decide_on_first
 from ...comm.world.world import World
 from ...core.environ.job_plan import resolve_plan
 from ...core.environ.tune_settings import TuneSettings
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds

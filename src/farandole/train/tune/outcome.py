@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.run_files import TUNE, TUNED_PLAN, write_private
 from ...core.vocabulary.spec import Plan
 from .block import StepGain

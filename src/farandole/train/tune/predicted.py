@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ...comm.autotune.choice import FASTEST_SLACK, assign_codecs
 from ...comm.autotune.look import Look
-from ...core.step_model.bucket_plan import BucketPlan
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import BucketPlan, ExchangeKeys
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import PlanError

@@ -9,7 +9,7 @@ from functools import partial
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.environ.tune_settings import TuneSettings
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import PlanError
 from .decision import TuneDecision, TuneLimits

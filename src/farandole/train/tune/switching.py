@@ -10,7 +10,7 @@ from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.environ.env import read_elastic_settings
-from ...core.step_model.exchange_keys import ExchangeKeys
+from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan

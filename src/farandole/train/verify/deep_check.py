@@ -25,8 +25,7 @@ from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
 from ...plan.combinations import lossy_keys
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
-from .joined import joined_gradients
-from .mean_counts import REMEDY, count_means, goes_with, replaced
+from .joined import REMEDY, count_means, goes_with, joined_gradients, replaced
 from .replay import Gradients, RecordedPass
 from .verify import Check
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.batch_weight import tensors_in
 from ...comm.device.accelerator import random_states, set_random_states
 
 Gradients = dict[str, torch.Tensor]

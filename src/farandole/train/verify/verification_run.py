@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ...comm.batch_weight.nested_tensors import tensors_in
+from ...comm.batch_weight import tensors_in
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.rank_lists import name_ranks
@@ -34,8 +34,7 @@ from ...parallel.tensor.apply_tensor import proofs_of
 from ..data.loader_watch import samples_of
 from .deep_check import DeepCheck
 from .front_end_optimizer import FrontEndOptimizer, followed_here
-from .joined_loss import JoinedLoss
-from .mean_counts import MeanCounts
+from .joined import JoinedLoss, MeanCounts
 from .replay import differentiable
 from .verify import (
     Check,

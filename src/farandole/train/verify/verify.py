@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...comm.batch_weight.nested_tensors import tensors_in
-from ...comm.messages.element_bytes import bytes_of
+from ...comm.batch_weight import tensors_in
+from ...comm.messages import bytes_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
@@ -28,7 +28,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.apply import policy_of
 from ...parallel.data.batch_norm import local_layers
 from ...parallel.split import split_of
-from ..guards.same_batch import WITHOUT_A_LOADER
+from ..guards.same_data import WITHOUT_A_LOADER
 
 
 @dataclass(frozen=True)

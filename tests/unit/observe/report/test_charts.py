@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.observe.report.charts.bars import share_bar
-from farandole.observe.report.charts.frame import Label, apart, frame, overlap
+from farandole.observe.report.charts.frame import Label, apart, frame, overlap, share_bar
 from farandole.observe.report.charts.gantt import GanttSpan, Row, gantt
 from farandole.observe.report.charts.heat import heat_map, warm
 from farandole.observe.report.charts.scale import Scale, limit, tick_texts, ticks, whole_ticks

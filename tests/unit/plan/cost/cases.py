@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.core.cluster.cluster import OPERATIONS, Cluster, CollectiveCost, ComputeRate, Device, Tier
-from farandole.core.cluster.coefficient import Coefficient
+from farandole.core.cluster.cluster import (
+    OPERATIONS,
+    Cluster,
+    Coefficient,
+    CollectiveCost,
+    ComputeRate,
+    Device,
+    Tier,
+)
 from farandole.plan.memory import ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
 from farandole.plan.model.profile import (
     AttentionFacts,

@@ -20,26 +20,23 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import farandole as fd
+from farandole.comm.buckets.bucket import MARKS, DenseBucket
 from farandole.comm.buckets.bucket_set import ParamInfo, plan_buckets
-from farandole.comm.buckets.dense_bucket import DenseBucket
-from farandole.comm.buckets.step_marks import MARKS
-from farandole.comm.gradients.parameters import layout_of
-from farandole.comm.gradients.row_blocks import RowBlocks
-from farandole.comm.routes.route import Route
+from farandole.comm.gradients.parameters import RowBlocks, layout_of
+from farandole.comm.routes import Route
 from farandole.comm.rows.row_gather import _chunks
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.world.world import World
-from farandole.core.cluster.collective import collective_work
+from farandole.core.cluster.cluster import collective_work
 from farandole.core.schedule.build import build_schedule
 from farandole.core.vocabulary import events
 from farandole.parallel.context.attention import AttentionCall, DividedAttention
 from farandole.parallel.context.group import ContextGroup
 from farandole.parallel.expert.expert_ranks import ExpertRanks
 from farandole.parallel.expert.row_codec import ExactRows
-from farandole.parallel.pipeline.messages import StageMailbox, message_of
-from farandole.parallel.pipeline.peers import PipelinePeers
-from farandole.parallel.tensor.layers.ranks import TensorRanks
+from farandole.parallel.pipeline.messages import PipelinePeers, StageMailbox, message_of
 from farandole.parallel.tensor.layers.regions import (
+    TensorRanks,
     begin_region,
     begin_region_of_tokens,
     end_region,

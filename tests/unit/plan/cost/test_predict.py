@@ -8,21 +8,20 @@ from typing import Any
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster, CodecCost
-from farandole.core.cluster.coefficient import Coefficient
-from farandole.core.schedule.bubble import bubble_seconds
+from farandole.core.cluster.cluster import Cluster, CodecCost, Coefficient
+from farandole.core.schedule.actions import bubble_seconds
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import StageTimes, simulate
 from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.replay import BucketLoad, replay_buckets
+from farandole.core.step_model.prediction import BucketLoad, replay_buckets
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate, Prediction, Term
-from farandole.plan.cost.bucket_table import BucketKind, BucketTable
+from farandole.plan.cost.buckets import BucketKind, BucketTable
+from farandole.plan.cost.gradients import sharded_units
 from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.cost.rates import Rates
-from farandole.plan.cost.shards import sharded_units
 from farandole.plan.cost.stages import StageUnits, pipeline_step
 from farandole.plan.model.profile import ModelProfile
 from tests.unit.plan.cost.cases import cluster_of, transformer, with_tiers

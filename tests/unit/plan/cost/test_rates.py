@@ -6,19 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster, ComputeRate
-from farandole.core.cluster.coefficient import Coefficient
+from farandole.core.cluster.cluster import Cluster, Coefficient, ComputeRate
 from farandole.core.cluster.presets import preset_cluster
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
+from farandole.plan.cost.gradients import sharded_units
 from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import predict
 from farandole.plan.cost.rates import PassWork, Rates, Spent
-from farandole.plan.cost.shards import sharded_units
 from farandole.plan.cost.stages import StageUnits
 from farandole.plan.cost.units import pass_of
 from farandole.plan.search.bounds import pass_seconds
-from farandole.plan.search.other_clusters import with_faster_link
+from farandole.plan.search.result import with_faster_link
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
 LAUNCH_SECONDS, MEMORY = 5e-6, 2e10

@@ -6,11 +6,24 @@ import random
 
 import pytest
 
-from farandole.core.cluster.cluster import OPERATIONS, Cluster, CollectiveCost, ComputeRate, Device, Tier
-from farandole.core.cluster.coefficient import Coefficient
+from farandole.core.cluster.cluster import (
+    OPERATIONS,
+    Cluster,
+    Coefficient,
+    CollectiveCost,
+    ComputeRate,
+    Device,
+    Tier,
+)
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.held.figures import figures_below, with_figures
-from farandole.plan.held.refit import Observation, non_negative_least_squares, note_runs, refit
+from farandole.plan.refit import (
+    Observation,
+    figures_below,
+    non_negative_least_squares,
+    note_runs,
+    refit,
+    with_figures,
+)
 
 ALL_REDUCE = "tiers.0.collectives.all_reduce"
 

@@ -8,13 +8,13 @@ from farandole.core.cluster.cluster import (
     OPERATIONS,
     Cluster,
     CodecCost,
+    Coefficient,
     CollectiveCost,
     ComputeRate,
     Device,
     Tier,
 )
-from farandole.core.cluster.coefficient import Coefficient
-from farandole.core.step_model.comm_cost import ring_factor
+from farandole.core.step_model.link import ring_factor
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import USUAL_BUCKET_BYTES

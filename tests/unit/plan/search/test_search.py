@@ -25,12 +25,11 @@ from farandole.plan.model.profile import ModelProfile
 from farandole.plan.model.profile_file import write_profile
 from farandole.plan.search.bounds import Bounds
 from farandole.plan.search.decide import search
-from farandole.plan.search.knobs import settings_of
 from farandole.plan.search.refine import refined
 from farandole.plan.search.request import Goal, SearchRequest, parse_fixed
 from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.search import NEAR, Predictor, SearchQuestion, find, kinds_of, score
-from farandole.plan.search.space import Space
+from farandole.plan.search.space import Space, settings_of
 
 from .models import make_cluster, make_profile, predict_plainly
 

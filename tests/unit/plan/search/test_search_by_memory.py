@@ -12,7 +12,7 @@ import pytest
 from farandole.core.cluster.cluster import Cluster
 from farandole.core.cluster.presets import preset_cluster
 from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.validate import in_flight
+from farandole.core.schedule.simulate import in_flight
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan
@@ -23,11 +23,10 @@ from farandole.plan.model.profile import ModelProfile
 from farandole.plan.search.bounds import Bounds, Room, kept_at_ends
 from farandole.plan.search.decide import search
 from farandole.plan.search.in_words import in_words
-from farandole.plan.search.layout import SearchLayout
 from farandole.plan.search.request import Goal, SearchRequest
 from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.search import NEAR, SearchQuestion, best_of_each, find
-from farandole.plan.search.space import Space
+from farandole.plan.search.space import SearchLayout, Space
 
 from .models import make_cluster, make_profile, predict_plainly
 

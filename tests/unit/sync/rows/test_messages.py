@@ -17,7 +17,7 @@ from farandole.sync.rows.links import LocalShards
 from farandole.sync.rows.service import RowService
 from farandole.sync.rows.table import RowTable
 from farandole.sync.rows.tables import TablesService
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.channel import ServerMessage
 from tests.unit.sync.rows.test_parts import config, pull, push, values
 
 DIM = 3

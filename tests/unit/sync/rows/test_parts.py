@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
-from farandole.sync.rows.hashing import key_of, owners
-from farandole.sync.rows.id_text import pack_ids, unpack_ids
 from farandole.sync.rows.service import RowService
-from farandole.sync.rows.store import IdIndex
+from farandole.sync.rows.store import IdIndex, key_of, owners, pack_ids, unpack_ids
 from farandole.sync.rows.tables import SERVICE, TablesService
+from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.host import ServiceHost
-from farandole.sync.server.message import ServerMessage
 
 RULES = {
     "dim": 2, "optimizer": "sgd:lr=1", "admit": 1, "expire_seconds": None, "init_std": 0.0, "key": 5,

@@ -15,11 +15,10 @@ from torch import nn
 
 import farandole as fd
 from farandole.sync.rows.copies import RowChanges, RowCopy
-from farandole.sync.rows.optimizers import RowOptimizer
 from farandole.sync.rows.service import RowService
-from farandole.sync.rows.shard import RowRules
+from farandole.sync.rows.shard import RowOptimizer, RowRules
 from farandole.sync.rows.table import RowTable
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.channel import ServerMessage
 
 IDS, DIM = 40, 5
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.channel import ServerMessage
 
 
 class Ledger:

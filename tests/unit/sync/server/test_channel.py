@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from farandole.core.wire.framing import HEADER, MAC_BYTES, FrameError
-from farandole.sync.server.channel import HELLO, Hello, ServerChannel
-from farandole.sync.server.message import MOST_TEXT_BYTES, Outline, ServerMessage, write_text
+from farandole.sync.server.channel import (
+    HELLO,
+    MOST_TEXT_BYTES,
+    Hello,
+    Outline,
+    ServerChannel,
+    ServerMessage,
+    write_text,
+)
 
 UP, DOWN, MOST_BYTES = b"up" * 16, b"down" * 8, 1 << 20
 

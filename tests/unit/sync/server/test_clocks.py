@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import Mismatch
-from farandole.sync.server.dense.clock_service import ClockService
-from farandole.sync.server.dense.clocks import Clocks
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.channel import ServerMessage
+from farandole.sync.server.dense.clock_service import Clocks, ClockService
 
 
 @given(

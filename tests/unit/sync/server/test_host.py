@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from farandole.core.wire.framing import FrameError
+from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.host import ServiceHost
-from farandole.sync.server.message import ServerMessage
 from tests.unit.sync.server.ledger import Ledger
 
 CONFIG: Mapping[str, Any] = {"elements": 2}

@@ -14,12 +14,10 @@ from hypothesis import strategies as st
 from torch.optim import Optimizer
 
 from farandole.core.vocabulary.errors import CommError, Mismatch
-from farandole.sync.server.dense.clocks import Clocks
+from farandole.sync.server.channel import ServerMessage
+from farandole.sync.server.dense.clock_service import Clocks
 from farandole.sync.server.dense.hyperparameters import write_group
-from farandole.sync.server.dense.layout import cut_by_bytes, part_of, put_part
-from farandole.sync.server.dense.shard import DenseShard
-from farandole.sync.server.dense.states import join_state
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.dense.shard import DenseShard, cut_by_bytes, join_state, part_of, put_part
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, nesterov=True, weight_decay=0.01),

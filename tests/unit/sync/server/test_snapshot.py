@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from farandole.core.wire.framing import FrameError
-from farandole.sync.server.message import ServerMessage
+from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.snapshot import SNAPSHOT, SnapshotWriter, read_snapshot, write_snapshot
 
 SAVED = [ServerMessage({"n": 1}, [torch.arange(5.0), torch.empty(0, 3)]), ServerMessage({}, [torch.tensor(True)])]

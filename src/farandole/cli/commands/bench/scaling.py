@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 
-from ....bench.scaling.cases import MODES, WEAK, ScalingPlans, make_cases, read_changes, read_sizes
+from ....bench.scaling.scaling import MODES, WEAK, ScalingPlans, make_cases, read_changes, read_sizes
 from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
-from ....launch.job.host_list import parse_hosts
+from ....launch.job.hosts import parse_hosts
 from ....launch.job.placement import assign_ranks
-from ....launch.start.command import read_command
+from ....launch.start.request import read_command
 from ...main import Parser, parser
 from ...options.job_options import add_plan_options, plan_words
 from ...options.output_file import check_output

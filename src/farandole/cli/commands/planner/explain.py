@@ -7,11 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ....core.cluster.resize import with_ranks
+from ....core.cluster.cluster import with_ranks
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
-from ....plan.answer.files import read_answer, to_json, why_path
-from ....plan.answer.inputs import read_inputs
+from ....plan.answer.files import read_answer, read_inputs, to_json, why_path
 from ....plan.answer.page import write_page
 from ....plan.answer.text import to_text
 from ....plan.search.result import PlanAnswer
@@ -78,7 +77,7 @@ def _batch_size(answer: PlanAnswer, path: Path, options: argparse.Namespace) -> 
         raise ConfigError(f"{path}: there is no plan in it whose batch could grow")
     from ....plan.batch_size.from_plan import advise_plan
     from ....plan.batch_size.text import to_text as batch_text
-    from ....plan.search.other_clusters import with_limit
+    from ....plan.search.result import with_limit
 
     profile, measured = read_inputs(path)
     cluster = with_limit(with_ranks(measured, answer.request.ranks), answer.limit_bytes)

@@ -108,8 +108,8 @@ def _check_out(options: argparse.Namespace) -> Path:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> Cluster:
-    from ....bench.cluster.budget import LEAST_SECONDS
     from ....bench.cluster.measure import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
+    from ....bench.cluster.rounds import LEAST_SECONDS
 
     seconds = DEFAULT_SECONDS if options.seconds is None else options.seconds
     if not LEAST_SECONDS <= seconds <= MOST_SECONDS:

@@ -8,18 +8,26 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....core.cluster.cluster import Cluster
-from ....core.cluster.find import find_cluster
+from ....core.cluster.presets import find_cluster
 from ....core.vocabulary.config import parse_settings
 from ....core.vocabulary.errors import ConfigError, PlanError
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.run_files import write_private
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.units import parse_bytes, parse_seconds, read_option
-from ....plan.answer.inputs import cluster_path, profile_path
+from ....plan.answer.files import cluster_path, profile_path
 from ....plan.model.profile import ModelProfile
 from ....plan.model.profile_file import read_profile
-from ....plan.scale.failures import RESTART_SECONDS, SAVE_SECONDS, FailureModel, parse_every
-from ....plan.scale.request import MODES, ScaleRequest, parse_sizes, parse_slow_ranks
+from ....plan.scale.scaling import (
+    MODES,
+    RESTART_SECONDS,
+    SAVE_SECONDS,
+    FailureModel,
+    ScaleRequest,
+    parse_every,
+    parse_sizes,
+    parse_slow_ranks,
+)
 from ...main import parser
 from ...options.output_file import check_output
 

@@ -24,12 +24,12 @@ from contextlib import contextmanager
 import torch
 
 from ....core.vocabulary.errors import PeerLost
-from ...named_ops.data.host_groups import HostGroups
-from ...transport.frame_transport import FrameTransport
+from ...named_ops.data.reductions import HostGroups
+from ...transport.group_messages import FrameTransport
 from ...transport.transport import PendingMessage
+from .exchange import summed_type
 from .host_exchange import HostExchange
 from .message_exchange import MessageExchange, PieceSum, as_bytes, cut
-from .reductions import summed_type
 
 DIRECT_BYTES = 64 * 1024
 """Up to here all ranks exchange with each other directly: fewer steps."""

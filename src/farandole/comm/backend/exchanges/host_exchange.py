@@ -18,12 +18,10 @@ from typing import Any
 import torch
 
 from ....core.vocabulary.errors import Mismatch
-from ...host_memory.barrier import PAGE_BYTES, HostBarrier, Peer
-from ...host_memory.memory import ALIGNMENT, aligned, refuse, share
+from ...host_memory.memory import ALIGNMENT, PAGE_BYTES, HostBarrier, Peer, aligned, refuse, share
 from ...world.store_sync import all_gather_json
 from ...world.world import World
-from .exchange import TEXT_BYTES, differing
-from .reductions import combine
+from .exchange import TEXT_BYTES, combine, differing
 
 HALF_BYTES = 1024 * 1024
 """Small enough for a second-level cache to hold, large enough that a barrier is cheap beside it."""

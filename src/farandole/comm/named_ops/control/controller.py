@@ -23,15 +23,10 @@ from ..channel.channel import ControlChannel, Events, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
 from ..data.group_thread import DeviceGroups, device_kind
-from ..data.host_groups import host_groups
+from ..data.reductions import host_groups
 from ..matching.launch_order import LaunchOrder
-from ..matching.matcher import Announcement, Match, MatchSlot
-from ..matching.mismatch import disagreement
-from ..operations.operation import Operation
-from ..operations.process_sets import ProcessSets
-from ..operations.request import NamedOpsSettings, OperationLog
-from ..operations.response_cache import ResponseCache
-from ..operations.signature import Signature
+from ..matching.matcher import Announcement, Match, MatchSlot, disagreement
+from ..operations import NamedOpsSettings, Operation, OperationLog, ProcessSets, ResponseCache, Signature
 from .driver import Driver
 from .join import Joins, PendingJoin
 from .shutdown import Shutdown

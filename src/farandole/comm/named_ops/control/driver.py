@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 
 from ..channel.channel import ControlChannel, Events
-from ..operations.operation import PendingTicket
+from ..operations import PendingTicket
 from .state import ControllerState
 
 _LOOP_SECONDS, _LOOP_WAITS = 0.002, 8

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ..channel.channel import Frame
-from ..operations.operation import PendingTicket
-from ..operations.request import Travel
+from ..operations import PendingTicket, Travel
 
 
 class Send(Protocol):

@@ -9,7 +9,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ..channel.channel import ControlChannel, Frame, PeerConnection
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import MatchSlot
-from ..operations.operation import Operation
+from ..operations import Operation
 from .join import Joins
 from .state import ControllerState
 

@@ -18,8 +18,7 @@ from typing import Any
 from ....core.host.stacks import stack_of
 from ....core.vocabulary.errors import Stalled
 from ..channel.channel import Frame
-from ..operations.operation import Operation
-from ..operations.request import NamedOpsSettings
+from ..operations import NamedOpsSettings, Operation
 from .driver import Driver
 from .state import ControllerState
 

@@ -11,8 +11,7 @@ from ...world.world import World
 from ..channel.channel import ControlChannel, Frame
 from ..data.data_plane import DataPlane
 from ..matching.matcher import Matcher
-from ..operations.operation import Operation
-from ..operations.request import OperationLog
+from ..operations import Operation, OperationLog
 
 
 class ControllerState:

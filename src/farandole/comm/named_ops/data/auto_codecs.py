@@ -26,8 +26,8 @@ from ...autotune.choice import FALLBACK
 from ...autotune.given_buckets import GivenBucket, MeasuredChoice, choose_for_buckets
 from ...transport.rank_group import RankGroup
 from ...transport.transport import Transport
-from ..operations.operation import Operation
-from .host_groups import HostGroups
+from ..operations import Operation
+from .reductions import HostGroups
 
 EXACT_ROUNDS = 3
 """Before the one in which codecs are chosen. Graphs are made in the first, the others are measured."""

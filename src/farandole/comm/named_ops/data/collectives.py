@@ -14,16 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...messages.message import GroupRank, Message
-from ...messages.reduce_rules import accumulates_in_fp32, divide
+from ...messages import GroupRank, Message, accumulates_in_fp32, divide
 from ...sessions.units import UnitStates
 from ...transport.comm_thread import Conversation
 from ...transport.rank_group import PieceExchange, RankGroup, Within
-from ..operations.operation import Operation
-from .adasum import adasum
-from .host_groups import HostGroups
+from ..operations import Operation
 from .inline import shares, zeros_matter
-from .reductions import finish, fold
+from .reductions import HostGroups, adasum, finish, fold
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

@@ -30,19 +30,17 @@ import torch
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...codecs.registry import make_codec, runs_on_devices
 from ...device.streams import streams_of
-from ...messages.message import GroupRank
-from ...sessions.segments import segment_elements
-from ...sessions.units import UnitStates
+from ...messages import GroupRank
+from ...sessions.units import UnitStates, segment_elements
 from ...transport.comm_thread import ITEM_TAGS, BucketWork, CommThread, Conversation, SegmentWork
 from ...transport.rank_group import RankGroup
 from ...transport.transport import Transport
-from ..operations.operation import Operation
-from ..operations.request import is_unnamed
+from ..operations import Operation, is_unnamed
 from . import collectives
 from .auto_codecs import AutoCodecs
 from .group_thread import DeviceGroups, GroupThread
-from .host_groups import HostGroups, host_groups
 from .inline import CPU, deliver, input_of, to_device_of, zeros_matter
+from .reductions import HostGroups, host_groups
 
 # What the codecs of named operations keep between two of the same name.
 MOST_NAMES = 1024

@@ -20,12 +20,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ....core.step_model.comm_cost import ring_sent_bytes
-from ...collectives.backend import all_reduce
+from ....core.step_model.link import ring_sent_bytes
+from ...collectives import all_reduce
 from ...device.accelerator import set_device
 from ...device.streams import streams_of
-from ...messages.element_bytes import bytes_of
-from ...messages.message import GroupRank, Message, received_shape
+from ...messages import GroupRank, Message, bytes_of, received_shape
 from ...transport.comm_thread import BucketWork, CommThread, SegmentWork
 from ...transport.group_messages import drive, exchange_by_group
 from ...transport.rank_group import PieceExchange, RankGroup

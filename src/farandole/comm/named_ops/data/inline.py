@@ -11,11 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from ...device.accelerator import synchronize_stream
-from ...messages.element_bytes import bytes_of
-from ..operations.operation import Operation
-from ..operations.signature import DTYPES, Signature
-from .adasum import adasum
-from .reductions import finish, fold, scale
+from ...messages import bytes_of
+from ..operations import DTYPES, Operation, Signature
+from .reductions import adasum, finish, fold, scale
 
 CPU = torch.device("cpu")
 SMALL_BYTES = 64 * 1024

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..channel.channel import Frame
-from ..operations.operation import Operation
+from ..operations import Operation
 from .coordinator import Batch, Coordinator, ReadyGroup
 from .matcher import Key
 

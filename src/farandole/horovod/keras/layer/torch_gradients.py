@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request, Ticket
+from ....comm.named_ops.operations import Request, Ticket
 from ...common.exceptions import HorovodMismatchError
 from ...common.operations import begin, set_number, wait
 from ...exchange.buckets import FlatBucket

@@ -12,7 +12,7 @@ from typing import Any
 
 from ....comm.world.world import World
 from ....train.guards.equal_models import ModelDigests
-from ....train.guards.same_batch import BatchDigests
+from ....train.guards.same_data import BatchDigests
 from ...array_verification import Array, digest_of
 from .backends import beginning_of, learning_rates, shared_weights
 from .seeds import OwnSeeds

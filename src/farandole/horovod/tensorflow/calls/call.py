@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ....comm.named_ops.data.reductions import refuse_reduction
-from ....comm.named_ops.operations.request import Kind, Reduction, Request
+from ....comm.named_ops.operations import Kind, Reduction, Request
 from ....core.vocabulary.codec_spec import NONE
 from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request, Ticket
+from ....comm.named_ops.operations import Request, Ticket
 from ...common.exceptions import HorovodInternalError, HorovodMismatchError
 from ...common.operations import begin, wait
 from ...exchange.layouts import layouts

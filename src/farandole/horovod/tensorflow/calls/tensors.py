@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....comm.named_ops.operations.signature import DTYPES
+from ....comm.named_ops.operations import DTYPES
 from ..installed import tf
 
 ALIGNMENT_BYTES = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...keras import callbacks as of_keras_3
-from ...keras.layer.binding import bind
+from ...keras.layer.front_end import bind
 from ...keras.watch.fits import watch_legacy_fits
 from .which import is_tf_keras, keras
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...common.elastic import run_fn
-from ...exchange.meet_again import meet_again
+from ...exchange.names import meet_again
 from .sampler import ElasticSampler
 from .state import TorchState
 

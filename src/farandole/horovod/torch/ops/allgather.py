@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average
 from .allreduce import allreduce
 from .grouped_allreduce import grouped_allreduce
-from .handles import handles, synchronize
-from .tensors import check_list, check_movable
+from .handles import check_list, check_movable, handles, synchronize
 
 
 def allgather_async(

@@ -12,15 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ....core.vocabulary.codec_spec import NONE
 from ...common.compression import Compressor, check_compression
 from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import handle_average_backwards_compatibility, reduction_of
 from ..compression import Compression, codec_for
-from .handles import handles, synchronize
-from .tensors import check_reducible
+from .handles import check_reducible, handles, synchronize
 
 
 class ReduceOptions(NamedTuple):

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
-from .handles import handles, synchronize
-from .tensors import check_movable
+from .handles import check_movable, handles, synchronize
 
 
 def alltoall_async(

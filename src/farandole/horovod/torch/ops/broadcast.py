@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ...common.basics import basics
 from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average
 from .allreduce import allreduce
-from .handles import handles, synchronize
-from .tensors import check_movable
+from .handles import check_movable, handles, synchronize
 
 
 def _begin(given: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> int:

@@ -13,8 +13,7 @@ from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import handle_average_backwards_compatibility
 from ..compression import Compression, codec_for
 from .allreduce import ReduceOptions, begin_allreduce
-from .handles import synchronize
-from .tensors import check_list
+from .handles import check_list, synchronize
 
 
 def _begin(

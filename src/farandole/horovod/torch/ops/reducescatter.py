@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ...common.compression import CodecCompressor, Compressor, check_compression
 from ...common.exceptions import HorovodUnsupportedError
 from ...common.operations import names_of_group, operation_names, set_number
@@ -17,8 +17,7 @@ from ...common.reductions import Average, Sum, check_sum_or_average, reduction_o
 from ..compression import Compression
 from .allgather import allgather, grouped_allgather
 from .allreduce import ReduceOptions
-from .handles import handles, synchronize
-from .tensors import check_list, check_reducible
+from .handles import check_list, check_reducible, handles, synchronize
 
 
 def _begin(tensors: Sequence[torch.Tensor], names: Sequence[str], options: ReduceOptions, *, grouped: bool) -> int:

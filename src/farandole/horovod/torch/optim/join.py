@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ....comm.named_ops.operations.request import Request
+from ....comm.named_ops.operations import Request
 from ....core.vocabulary.errors import CommError, ConfigError
 from ...common.basics import basics
 from ...common.exceptions import from_comm_error

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ....comm.device.accelerator import set_device
-from ....comm.named_ops.operations.request import JoinTicket
+from ....comm.named_ops.operations import JoinTicket
 from ....comm.world.comm_errors import translated
 from ....comm.world.store_sync import all_gather_json
 from ....comm.world.world import World, world

@@ -15,8 +15,7 @@ import farandole
 
 from ....core.vocabulary.errors import LaunchError
 from ....core.wire.framing import FrameError, read_json
-from ...job.host_list import HostSlots
-from ...job.hosts import EmulatedHost, Host, HostFinder, LocalHost
+from ...job.hosts import EmulatedHost, Host, HostFinder, HostSlots, LocalHost
 from ...ssh.link.frames import MESSAGE, Message
 from ...ssh.link.host_failure import explain
 from ...ssh.link.host_link import HostLink

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ....core.environ.env import inherited_environment
 from ....core.vocabulary.run_files import read_crashes
-from ...job.cores import available_cores, bind_ranks, crowding_warnings, threads_per_rank
+from ...job.placement import available_cores, bind_ranks, crowding_warnings, threads_per_rank
 from ...supervise.failure import Exit
 from ...supervise.local import CRASH_POLL_SECONDS
 from ...supervise.ranks import HostRanks, PassOn

@@ -22,14 +22,13 @@ from ....core.host.interfaces import Address, towards
 from ....core.vocabulary.errors import FarandoleError, LaunchError
 from ....core.vocabulary.run_files import PLAN, write_private
 from ....core.wire.framing import read_json
-from ...job.ports import ReservedPort
+from ...job.placement import ReservedPort
 from ...supervise.failure import out_of_memory_kills
-from ...supervise.failure_detector import OwnPauses
 from ...supervise.ranks import HostRanks
 from ...supervise.reaper import Reaper
+from ...supervise.stopped_process import OwnPauses
 from ..link.frames import BEAT, FILE, MESSAGE, SILENCE_SECONDS, Channel, Message, pipe_of_this_process
-from ..link.protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE
-from ..link.versions import own_versions
+from ..link.protocol import BEAT_SECONDS, REAPER_SECONDS, TOKEN_FILE, own_versions
 from .files import file_frames
 
 MOST_WAITING_BYTES = 4 << 20

@@ -15,8 +15,8 @@ from ....core.vocabulary.run_files import Crash
 from ...elastic.control import Frame
 from ...elastic.workers import Workers
 from ...job.contract import RankSpec
-from ...job.cores import available_cores, threads_per_rank
 from ...job.hosts import LOOPBACK
+from ...job.placement import available_cores, threads_per_rank
 from ...supervise.failure import Exit
 from ..link.frames import Channel, Message
 from ..link.protocol import pack_crash, unpack_job

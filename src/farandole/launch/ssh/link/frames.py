@@ -13,7 +13,7 @@ from typing import Any
 
 from ....core.vocabulary.errors import LaunchError
 from ....core.wire.framing import FrameBuffer, FrameError, pack_frame, pack_json
-from ...supervise.failure_detector import FailureDetector
+from ...supervise.stopped_process import FailureDetector
 
 MOST_BYTES = 1 << 20
 """Largest frame. A longer one does not come from a farandole."""

@@ -12,9 +12,8 @@ from ....core.vocabulary.suggestions import elsewhere_remedy
 from ....core.wire.framing import FrameError
 from .frames import Message
 from .host_failure import HostFailure
-from .protocol import TOKEN_FILE
+from .protocol import TOKEN_FILE, differences, own_versions
 from .remote_shell import HostSetup
-from .versions import differences, own_versions
 
 
 class Handshake:

@@ -17,8 +17,7 @@ from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import SETUP_CODABLE
 from ....core.vocabulary.units import format_bytes
 from ...figures.inexact import codec_of
-from ..facts.evidence import LEAST_SHARE
-from ..facts.finding import Fix, Gain
+from ..facts.finding import LEAST_SHARE, Fix, Gain
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable
 from .network import LinkObservation

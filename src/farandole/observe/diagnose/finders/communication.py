@@ -12,7 +12,7 @@ import statistics
 from dataclasses import replace
 
 from ....core.host.congestion import PACED, USUAL
-from ....core.step_model.comm_cost import ring_bytes
+from ....core.step_model.link import ring_bytes
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ....core.vocabulary.events import (
     SETUP_CODEC,
@@ -28,11 +28,9 @@ from ....core.vocabulary.sync_spec import EVERY_STEP
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ...figures.inexact import codec_of, few_meetings, is_late, sync_of
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost
-from ..facts.finding import Finding, Fix, Gain
-from ..facts.passes import accumulated, bucket_bytes_of, less_often, optimizer_steps_of
+from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from ..facts.proposals import command_with
-from ..facts.step_table import StepTable, route_of
+from ..facts.step_table import StepTable, accumulated, bucket_bytes_of, less_often, optimizer_steps_of, route_of
 from .codec_fixes import CodecCosts, codec_fixes
 from .disjoint import scaled_to
 from .network import LinkObservation, network_of

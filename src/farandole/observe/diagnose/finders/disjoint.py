@@ -21,8 +21,7 @@ from dataclasses import replace
 from ....core.vocabulary.events import DATA, OPTIMIZER, OTHER, UNDIVIDED
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST
-from ..facts.evidence import LEAST_SHARE, format_cost
-from ..facts.finding import KINDS, OUTSIDE, Finding
+from ..facts.finding import KINDS, LEAST_SHARE, OUTSIDE, Finding, format_cost
 from ..facts.step_table import StepTable
 
 COMMUNICATION = "communication"

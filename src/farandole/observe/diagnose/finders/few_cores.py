@@ -16,11 +16,9 @@ from ....core.vocabulary import events
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_share
 from ...figures.figures import mean
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
-from ..facts.finding import Finding, Fix, Gain
-from ..facts.machine_cores import cores_together, rows_by_machine
+from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
 from ..facts.proposals import command_with
-from ..facts.step_table import StepTable, computing_of
+from ..facts.step_table import StepTable, computing_of, cores_together, rows_by_machine
 from .disjoint import COMMUNICATION, sources_of
 from .host_facts import facts_of
 

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2, LIGHTNING, TRAINER
 from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import parse_bytes
-from ..facts.evidence import format_cost
-from ..facts.finding import Finding, Fix
+from ..facts.finding import Finding, Fix, format_cost
 from ..facts.proposals import distribute_by
 from ..facts.step_table import StepTable
 

@@ -19,8 +19,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds, format_share
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE_AND_REST
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
-from ..facts.finding import Finding, Fix, Gain
+from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
 from ..facts.step_table import StepTable, computing_of
 
 _BUSY_MACHINE = 0.9

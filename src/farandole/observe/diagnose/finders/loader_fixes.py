@@ -19,12 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ....core.vocabulary import events
+from ....core.vocabulary.events import DATA
 from ....core.vocabulary.units import format_seconds, format_share
-from ...figures.figures import mean
-from ..facts.evidence import LEAST_SHARE
-from ..facts.finding import Fix, Gain
-from ..facts.machine_cores import cores_of, cores_together, rows_by_machine
-from ..facts.step_table import StepTable
+from ...figures.figures import low_median, mean
+from ..facts.finding import LEAST_SHARE, Finding, Fix, Gain, format_cost
+from ..facts.step_table import StepTable, cores_of, cores_together, rows_by_machine
 from .host_facts import facts_of
 
 _MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -238,3 +237,28 @@ def _number(value: object) -> float | None:
 def _usual(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
+
+
+# Ranks that all wait for their data; one that waits alone is a straggler.
+
+
+def find_input(table: StepTable) -> list[Finding]:
+    """Find ranks that all wait for their data."""
+    seconds = mean([low_median([cell.phases.get(DATA, 0.0) for cell in cells]) for cells in table.by_step()])
+    share = seconds / table.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    medians = [statistics.median([cell.phases.get(DATA, 0.0) for cell in own]) for own in table.cells]
+    facts = loader_facts(table, range(len(table.cells)), seconds)
+    reasons, fixes = loader_fixes(facts)
+    by_rank = (
+        f"data wait by rank: {format_seconds(min(medians))} to {format_seconds(max(medians))} a step (median)"
+    )
+    who = "all ranks wait" if len(medians) > 1 else "the rank waits"
+    what = "data, which costs CPU time" if facts.is_cpu_work else "data"
+    title = f"{who} for {what}: {format_cost(seconds, share)}"
+    return [
+        Finding(
+            "input", title, seconds, share, phase=DATA, evidence=(*reasons, by_rank), fixes=tuple(fixes)
+        )
+    ]  # fmt: skip

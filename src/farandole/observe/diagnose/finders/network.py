@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ....core.step_model.link import LinkModel, fit_link
-from ....core.step_model.replay import BucketLoad, rebucket, replay_buckets
+from ....core.step_model.prediction import BucketLoad, rebucket, replay_buckets
 from ....core.vocabulary.events import BucketTimes
 from ...figures.figures import mean
 from ...figures.waits import WireTime, wires_of

@@ -19,8 +19,7 @@ from ....core.vocabulary.events import (
 from ....core.vocabulary.units import format_seconds
 from ...figures.figures import low_median, mean
 from ...format.rows import StepRow
-from ..facts.evidence import confidence, format_cost
-from ..facts.finding import Finding, Fix, Gain
+from ..facts.finding import Finding, Fix, Gain, confidence, format_cost
 from ..facts.step_table import StepTable, has_phases, is_pipeline
 
 _LEAST_SHARE = 0.05

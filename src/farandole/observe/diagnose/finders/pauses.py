@@ -20,8 +20,7 @@ from ...figures.figures import low_median
 from ...figures.inexact import codec_of
 from ...format.phases import step_seconds
 from ...read.run_reader import RunRecords
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, format_cost
-from ..facts.finding import Finding, Fix, Gain
+from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
 from ..facts.step_table import StepTable
 
 _SPIKE = 1.5

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Sequence
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from ...read.link_traffic import HostTraffic, links_between_hosts
-from ..facts.evidence import SHOWN_RANKS, confidence, format_cost
-from ..facts.finding import Finding, Fix, Gain
+from ..facts.finding import SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from ..facts.proposals import doctor_line
 from ..facts.step_table import StepTable
 from .network import LinkObservation

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ....core.step_model.sample_shares import divide_samples, longest_seconds
+from ....core.step_model.prediction import divide_samples, longest_seconds
 from ....core.vocabulary.degrees import SPEED, goes_with_speed, is_unequal
 from ....core.vocabulary.events import (
     BACKWARD,
@@ -34,8 +34,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.spec import MOST_ZERO, Plan
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
-from ..facts.evidence import LEAST_SHARE, SHOWN_RANKS, confidence, format_cost, stands_out
-from ..facts.finding import Finding, Fix, Gain
+from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost, stands_out
 from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, has_phases
 from .host_facts import CpuStarvation, busy_thread_of, cpu_starvation_of

@@ -15,7 +15,7 @@ from ....core.vocabulary.rank_lists import who_failed
 from ....core.vocabulary.run_files import FAILURE, METRICS, RUN
 from ...diagnose import Diagnosis
 from ...diagnose.verdict import diagnose_records
-from ...figures.counted import counted_steps
+from ...figures.inexact import counted_steps
 from ...figures.step_parts import StepParts, step_parts
 from ...figures.summary import Summary, summarise_records
 from ...format.rows import StepRow

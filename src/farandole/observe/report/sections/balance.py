@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from ...figures.figures import standard_deviation
-from ..content.blocks import Figures, Section
-from ..content.breakdown import mean_parts
-from ..content.formatting import number, percent, seconds
+from ..content.blocks import Figures, Section, mean_parts, number, percent, seconds
 from ..content.run import Run
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ... import diagnose
 from ..content import blocks
-from ..content.formatting import percent, plural, seconds
+from ..content.blocks import percent, plural, seconds
 from ..content.run import Run
 
 SHOWN = 3

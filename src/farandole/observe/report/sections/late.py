@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ....core.vocabulary.events import EXCHANGE, STEP_PHASES
-from ...diagnose.facts.evidence import stands_out
+from ...diagnose.facts.finding import stands_out
 from ...figures.figures import low_median, mean, median
 from ...figures.step_parts import StepParts
 from ...format.rows import StepRow
 from ..charts.heat import MOST_COLUMNS, MOST_ROWS, heat_map, warm
-from ..content.blocks import Block, Chart, Section, Table, Text
-from ..content.formatting import milliseconds, seconds
+from ..content.blocks import Block, Chart, Section, Table, Text, milliseconds, seconds
 from ..content.run import Run
 
 LEAST_SHARE = 0.02

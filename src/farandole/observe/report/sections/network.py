@@ -14,9 +14,19 @@ from ....core.vocabulary.units import format_bits_per_second, format_bytes
 from ...figures.figures import median
 from ...figures.waits import rows_by_step, wires_of
 from ...format.rows import StepRow
-from ..content.blocks import Block, Figures, Fold, Section, Table, Text
-from ..content.formatting import milliseconds, percent, plural, seconds
-from ..content.links import table_of_links
+from ..content.blocks import (
+    Block,
+    Figures,
+    Fold,
+    Section,
+    Table,
+    Text,
+    milliseconds,
+    percent,
+    plural,
+    seconds,
+    table_of_links,
+)
 from ..content.run import Run
 
 MOST_BUCKETS = 64

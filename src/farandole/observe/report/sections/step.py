@@ -6,12 +6,23 @@ from markupsafe import Markup
 
 from ....core.vocabulary.units import format_share
 from ...figures.step_parts import StepParts
-from ..charts.bars import share_bar
+from ..charts.frame import share_bar
 from ..charts.scale import limit
 from ..charts.series import Axes, shared, stacked_area
-from ..content.blocks import Block, Chart, Section, Table
-from ..content.breakdown import NAMES, PARTS, STYLES, mean_parts
-from ..content.formatting import milliseconds, percent, plural, seconds
+from ..content.blocks import (
+    NAMES,
+    PARTS,
+    STYLES,
+    Block,
+    Chart,
+    Section,
+    Table,
+    mean_parts,
+    milliseconds,
+    percent,
+    plural,
+    seconds,
+)
 from ..content.run import Run
 
 MOST_RANKS = 32

@@ -13,8 +13,7 @@ from ...figures.waits import WireTime, waits_of, wires_of
 from ...format.rows import StepRow
 from ..charts.gantt import GanttSpan, Row, gantt
 from ..content.blocks import Block as PageBlock
-from ..content.blocks import Chart, Section
-from ..content.formatting import seconds
+from ..content.blocks import Chart, Section, seconds
 from ..content.run import Run
 
 WAIT = "waiting for the exchange"

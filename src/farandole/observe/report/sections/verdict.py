@@ -6,9 +6,9 @@ import math
 
 from ....core.vocabulary.units import format_rate, format_share
 from ...diagnose.verdict import SAVING
-from ...figures.counted import few_steps
+from ...figures.inexact import few_steps
 from ...figures.summary import describe_efficiency
-from ..content.formatting import plural, seconds
+from ..content.blocks import plural, seconds
 from ..content.run import Run, number_of
 
 

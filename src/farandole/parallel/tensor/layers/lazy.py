@@ -16,8 +16,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from .ranks import TensorRanks
-from .regions import first_order, gather_features
+from .regions import TensorRanks, first_order, gather_features
 from .vocabulary import Vocabulary, split_cross_entropy
 
 

@@ -9,23 +9,209 @@ backward gathers again for the gradients of their weights: `GatheredTokens`.
 
 ``gives`` of a function: what its backward pass hands to each tensor that it took, a gradient that all ranks have
 "whole" or this rank's "part"; "same": what it gets. See [Note: partial gradients] in `partial_gradients`.
+
+[Note: seeds of a region] Dropout outside of split regions must drop the same elements on all tensor ranks,
+and inside others on each rank, because a rank has other heads and features there. So a region begins with a
+number that all ranks draw alike, and seeds the generator with it and the rank; at its end the generator is as
+it was after that draw. A block that is computed again in backward draws the same number, because its
+generator is restored before. What a module draws in a region for all ranks, such as which samples leave a branch
+out, would be another on each: the proof finds it (`undivided_draw`), by draws as large as those of the plain one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from ....comm.gradients.second_order import refuse_second_order
+from ....comm.device.accelerator import generator_of
+from ....comm.gradients.parameters import refuse_second_order
+from ....comm.world.comm_errors import translated
+from ....comm.world.world import World
+from ....core.step_model.link import ring_sent_bytes
 from ....core.vocabulary.errors import ConfigError
-from .ranks import TensorRanks
+from ...instrument.inner_exchange import inner_exchange
+from ...mesh import Mesh
+from ...seeds import kept_generators
+
+# The ranks of one tensor group, and their collectives: errors translated, any layout, calls counted.
+
+DEGREE = "tensor"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRanks:
+    """The ranks that share the layers of one copy of the model, seen from one of them."""
+
+    part: World
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+    calls: Counter[str] = field(default_factory=Counter)
+    """Collectives so far, by kind."""
+    bytes: Counter[str] = field(default_factory=Counter)
+    """Bytes of their tensors, as one rank has them whole, by kind."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorRanks:
+        return self  # a copy of a layer is split over the same ranks
+
+    def all_reduce(self, tensor: torch.Tensor, what: str, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+        """Return the sum of `tensor` over the ranks, in its memory if it is contiguous."""
+        tensor = tensor.contiguous()
+        self._count("all_reduce", tensor)
+        with translated(self.part, f"all-reduce of {what}"), self._inner(tensor.nbytes, 2):
+            dist.all_reduce(tensor, op=op, group=self.group)
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, what: str, dim: int, lengths: tuple[int, ...] = ()) -> torch.Tensor:
+        """Return the ranks' tensors, joined along `dim`; `lengths` there if they are not equal."""
+        tensor = tensor.movedim(dim, 0)
+        longest = max(lengths, default=tensor.shape[0])
+        if tensor.shape[0] < longest:
+            rest = tensor.new_zeros((longest - tensor.shape[0], *tensor.shape[1:]))
+            tensor = torch.cat([tensor, rest])
+        tensor = tensor.contiguous()
+        out = tensor.new_empty((self.size, *tensor.shape))
+        self._count("all_gather", out)
+        with translated(self.part, f"all-gather of {what}"), self._inner(out.nbytes):
+            dist.all_gather(list(out.unbind(0)), tensor, group=self.group)
+        if lengths and min(lengths) < longest:
+            whole = torch.cat([each[:length] for each, length in zip(out, lengths, strict=True)])
+        else:
+            whole = out.flatten(0, 1)
+        return whole.movedim(0, dim).contiguous()
+
+    def reduce_scatter(self, tensor: torch.Tensor, what: str, dim: int) -> torch.Tensor:
+        """Return this rank's piece along `dim`, which the number of ranks divides, of the sum over the ranks."""
+        pieces = [each.contiguous() for each in tensor.chunk(self.size, dim)]
+        self._count("reduce_scatter", tensor)
+        out = torch.empty_like(pieces[self.rank])
+        with translated(self.part, f"reduce-scatter of {what}"), self._inner(tensor.nbytes):
+            dist.reduce_scatter(out, pieces, group=self.group)
+        return out
+
+    def _inner(self, nbytes: int, passes: int = 1) -> AbstractContextManager[None]:
+        return inner_exchange(self.part, DEGREE, ring_sent_bytes(nbytes, self.size, passes))
+
+    def _count(self, kind: str, tensor: torch.Tensor) -> None:
+        self.calls[kind] += 1
+        self.bytes[kind] += tensor.nbytes
+
+
+def tensor_ranks(mesh: Mesh) -> TensorRanks:
+    """Return this rank's tensor group; to be called by all ranks."""
+    group = mesh.group(DEGREE)
+    assert group is not None, f"{mesh} has one tensor rank"
+    return TensorRanks(mesh.part(DEGREE), group, mesh.rank(DEGREE), mesh.size(DEGREE))
+
+
+# Random numbers inside of split regions: each rank its own, and those after them again the same on all ranks.
+
+_SPAN = 2**31
+
+
+class RegionSeed:
+    """The generator of one device, inside and outside of split regions."""
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self.device, self.rank = device, rank
+        self._outside: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Draw numbers of this rank's own from now on."""
+        if self._outside is not None:
+            return
+        drawn = int(torch.randint(_SPAN, (), generator=torch.default_generator, dtype=torch.int64))
+        generator = self._generator()
+        self._outside = generator.get_state()
+        generator.manual_seed((drawn + 1) * _SPAN + self.rank)
+
+    def end(self) -> None:
+        """Draw numbers that are the same on all ranks."""
+        if self._outside is not None:
+            self._generator().set_state(self._outside)
+            self._outside = None
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a region has begun."""
+        return self._outside is not None
+
+    @contextmanager
+    def left_as_it_is(self) -> Iterator[None]:
+        """Let what draws numbers in between leave the generators as they were."""
+        begun = self._outside
+        with kept_generators(self._generator()):
+            yield
+        self._outside = begun
+
+    def _generator(self) -> torch.Generator:
+        return generator_of(self.device) or torch.default_generator
+
+
+class _Draws(TorchDispatchMode):
+    """Watch what is drawn by no generator that the caller names: shapes, and whether in a region."""
+
+    def __init__(self, seed: RegionSeed) -> None:
+        super().__init__()
+        self._seed = seed
+        self.found: list[tuple[torch.Size, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        first = made[0] if isinstance(made, (tuple, list)) else made
+        is_draw = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        if is_draw and isinstance(first, torch.Tensor):
+            self.found.append((first.shape, self._seed.is_inside))
+        return made
+
+
+def undivided_draw(seed: RegionSeed, plain: Callable[[], Any], split: Callable[[], Any]) -> str:
+    """Return what is drawn in a region, and is as large as in the plain module; an empty text if nothing.
+
+    Both run a forward pass in training. Where they do not draw as many times nothing is known. See
+    [Note: seeds of a region].
+    """
+    with torch.enable_grad(), seed.left_as_it_is():
+        try:
+            with _Draws(seed) as expected:
+                plain()
+            if not expected.found:
+                return ""
+            with _Draws(seed) as found:
+                split()
+        except Exception as error:  # the module's own code
+            return f"does not run in training: {error}"
+    if len(expected.found) == len(found.found):
+        for (whole, _), (mine, is_inside) in zip(expected.found, found.found, strict=True):
+            if is_inside and mine.numel() == whole.numel():
+                return f"draws random numbers of shape {list(mine)}, which all ranks need alike, on each its own"
+    return ""
+
+
+def has_dropout(module: nn.Module) -> bool:
+    """Return whether `module` drops elements in training, as far as its attributes say."""
+    for each in module.modules():
+        if isinstance(each, nn.modules.dropout._DropoutNd) and each.p > 0:
+            return True
+        for key, value in vars(each).items():
+            if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, float) and value > 0:
+                return True
+    return False
+
 
 SEQUENCE = 1
 """The dimension of tokens in activations (batch, tokens, features)."""

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from .ranks import TensorRanks
-from .regions import first_order
+from .regions import TensorRanks, first_order
 
 _BYTES_OF_16_BITS = 2
 

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from ....comm.backend.group_base import calls_for
 from ....comm.world.world import World
-from ....core.step_model.comm_cost import ring_sent_bytes
+from ....core.step_model.link import ring_sent_bytes
 from ....core.vocabulary import events
 from ....core.vocabulary.errors import Mismatch
 from ....core.vocabulary.spec import MOST_ZERO, Plan

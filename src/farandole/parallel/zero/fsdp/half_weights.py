@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....comm.device.untraced import untraced
+from ....comm.device.streams import untraced
 from ...changed_class import ChangedClass, change_class, make_kin
-from ...precision.products import OF_ATTENTION, product_weights
+from ...precision.passes import OF_ATTENTION, product_weights
 from .exchange_records import unit_calls
 from .unit import Unit
 

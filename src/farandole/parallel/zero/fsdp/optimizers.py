@@ -14,7 +14,7 @@ from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
 from ...optim.elementwise import why_not_sharded
-from ...optim.nested_step import is_nested_step, undo_after_errors
+from ...optim.step_hooks import is_nested_step, undo_after_errors
 
 
 def refuse_by_trial(optimizers: Sequence[Optimizer], mesh: DeviceMesh) -> None:

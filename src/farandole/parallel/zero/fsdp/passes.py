@@ -32,15 +32,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ....comm.device.untraced import outside_graphs
+from ....comm.device.streams import outside_graphs
 from ....comm.gradients.grad_ownership import drop_grads
-from ....comm.gradients.second_order import refuse_second_order
+from ....comm.gradients.parameters import refuse_second_order
 from ....comm.reducer.count_calls import CountCalls
 from ....comm.rows.row_state import require_shapes
 from ....comm.sessions.saved_state import Entry
 from ....comm.world.comm_errors import translated
 from ....comm.world.world import World
-from ....core.step_model.comm_cost import ring_sent_bytes
+from ....core.step_model.link import ring_sent_bytes
 from ....core.vocabulary.codec_spec import NONE
 from ....core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ....core.vocabulary.events import BACKWARD, Phase

@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from ....comm.gradients.grad_ownership import drop_grads, replace_grad
 from ....core.vocabulary.errors import ConfigError
 from ...split import carry_marks
-from .comm_coded import CodedReduceScatter
+from .comm_coded import CodedReduceScatter, Members
 from .exchange_records import unit_calls
-from .residual_layout import Members
 
 
 class Unit:

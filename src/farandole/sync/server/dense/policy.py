@@ -28,7 +28,7 @@ from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.run_files import mark_dispensable
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
-from ...refuse_step import refuse_step
+from ...local_steps import refuse_step
 from .clock_service import DRAIN
 from .refuse import refuse_model
 from .remote_model import RemoteModel

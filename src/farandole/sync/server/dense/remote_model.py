@@ -17,14 +17,13 @@ from ....core.vocabulary.events import Exchange
 from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.sync_spec import SyncSpec
+from ..channel import ServerMessage
 from ..client import wait_for
-from ..message import ServerMessage
 from . import clock_service, shard
 from .connect import connect_servers
 from .hyperparameters import write_group
-from .layout import bit_sums, cut_by_bytes, part_of, put_part
 from .refuse import parameters_of
-from .states import join_state, write_state
+from .shard import bit_sums, cut_by_bytes, join_state, part_of, put_part, write_state
 
 
 class RemoteModel:

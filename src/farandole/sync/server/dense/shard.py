@@ -3,18 +3,135 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch.optim import Optimizer
 
 from ....comm.gradients.grad_ownership import replace_grad
 from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
-from ..message import ServerMessage
-from ..problems import read_problem, write_problem
+from ..channel import ServerMessage, read_problem, write_problem
 from .hyperparameters import make_optimizer, read_group
-from .layout import ShardPiece
-from .states import Written, read_state, write_state
+
+# Which server has which elements: the flat order of all parameters, cut by bytes.
+
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By bytes of an element."""
+
+
+@dataclass(frozen=True)
+class ShardPiece:
+    """Consecutive elements of one parameter, at one server."""
+
+    parameter: int
+    """Its place in the flat order."""
+    begin: int
+    end: int
+    """Elements of the parameter, counted in the order of its indices."""
+
+
+def cut_by_bytes(parameters: Sequence[torch.Tensor], servers: int) -> list[list[ShardPiece]]:
+    """Return the pieces of each server: contiguous, and equal in bytes but for an element at each cut."""
+    total = sum(each.nbytes for each in parameters)
+    dealt: list[list[ShardPiece]] = [[] for _ in range(servers)]
+    before = 0
+    for number, each in enumerate(parameters):
+        width, elements = each.element_size(), each.numel()
+        for server in range(servers):
+            # The first element of a server is the first that begins at its share of the bytes, or after it.
+            ends = (-(-(total * place // servers - before) // width) for place in (server, server + 1))
+            begin, end = (min(elements, max(0, place)) for place in ends)
+            if end > begin:
+                dealt[server].append(ShardPiece(number, begin, end))
+        before += each.nbytes
+    return dealt
+
+
+def part_of(tensor: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
+    """Return a piece of a tensor, (elements,) in CPU memory of its own."""
+    flat = tensor.detach().reshape(-1)[piece.begin : piece.end]
+    return flat.cpu().clone() if flat.device.type == "cpu" else flat.cpu()
+
+
+def bit_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return for each tensor the sum of its bits, read as integers: others almost surely after any change."""
+    sums = []
+    for each in tensors:
+        flat = each.detach().reshape(-1)
+        is_even = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+        kind = torch.int64 if is_even else _INTEGERS[flat.element_size()]
+        sums.append(int(flat.view(kind).sum()))
+    return sums
+
+
+@torch.no_grad()
+def put_part(tensor: torch.Tensor, piece: ShardPiece, values: torch.Tensor) -> None:
+    """Write a piece into a tensor, whatever the order of its elements in memory."""
+    if tensor.is_contiguous():
+        tensor.detach().view(-1)[piece.begin : piece.end].copy_(values)
+        return
+    flat = tensor.detach().reshape(-1)
+    flat[piece.begin : piece.end].copy_(values)
+    tensor.copy_(flat.view(tensor.shape))
+
+
+# States of an optimizer, cut as its parameters are: what has a parameter's shape is cut, one number is copied.
+
+Written = dict[str, list[Any]]
+"""JSON, by name of a state: ["cut", place of the tensor], ["tensor", place] or ["number", value]."""
+
+
+def write_state(
+    state: Mapping[str, Any], shape: torch.Size, piece: ShardPiece, tensors: list[torch.Tensor]
+) -> Written:
+    """Return the part of a parameter's state that belongs to `piece`; its tensors are added to `tensors`.
+
+    Raises `ConfigError` for a state of another shape.
+    """
+    written: Written = {}
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != shape:
+            written[name] = ["tensor", len(tensors)]
+            tensors.append(value.detach().cpu().clone())
+        elif isinstance(value, torch.Tensor) and value.shape == shape:
+            written[name] = ["cut", len(tensors)]
+            tensors.append(part_of(value, piece))
+        elif value is None or isinstance(value, (bool, int, float)):
+            written[name] = ["number", value]
+        else:
+            shown = f"the shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise ConfigError(
+                f"a server cannot hold the state {name!r} of an optimizer: it is of {shown}, and its parameter of "
+                f"{tuple(shape)}"
+            )
+    return written
+
+
+def read_state(written: Written, tensors: list[torch.Tensor]) -> dict[str, Any]:
+    """Return the state of a piece, whose parameter is the piece."""
+    return {
+        name: tensors[value].clone() if kind in ("cut", "tensor") else value
+        for name, (kind, value) in written.items()
+    }
+
+
+def join_state(
+    state: dict[str, Any],
+    parameter: torch.Tensor,
+    piece: ShardPiece,
+    written: Written,
+    tensors: list[torch.Tensor],
+) -> None:
+    """Put what a server has of a piece into the `state` of the whole parameter."""
+    for name, (kind, value) in written.items():
+        if kind == "cut":
+            if name not in state:
+                state[name] = torch.zeros_like(parameter, dtype=tensors[value].dtype)
+            put_part(state[name], piece, tensors[value])
+        else:
+            state[name] = tensors[value].clone() if kind == "tensor" else value
+
 
 SERVICE = "dense"
 

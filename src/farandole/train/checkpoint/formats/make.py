@@ -26,10 +26,10 @@ from ....checkpoint.directory import (
 from ....checkpoint.encoding import encode
 from ....checkpoint.lock import DirectoryLock
 from ....checkpoint.shard_file import digest, lay_out
-from ....comm.messages.element_bytes import bytes_of
+from ....comm.messages import bytes_of
 from ....core.vocabulary.errors import CheckpointError
-from ..division import Item, local_items
-from ..memory_file import MemoryFile, box_of, in_file_order
+from ..later_copy import MemoryFile, box_of, in_file_order
+from ..optimizers import Item, local_items
 from ..saver import make_manifest
 from ..values import TensorsAside
 from .sources import Weights, read_dcp, read_safetensors, read_torch

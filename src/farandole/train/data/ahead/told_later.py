@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....comm.batch_weight.nested_tensors import tensors_in
+from ....comm.batch_weight import tensors_in
 
 
 class LoopWait(NamedTuple):

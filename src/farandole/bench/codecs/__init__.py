@@ -1,1 +1,0 @@
-"""``farandole bench codecs``: what each codec costs, saves and loses."""

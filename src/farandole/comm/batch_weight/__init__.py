@@ -1,1 +1,0 @@
-"""The weight of this rank's batch in the mean over samples."""

@@ -1,1 +1,0 @@
-"""Collectives of the backend: the sum of a bucket, broadcast."""

@@ -1,1 +1,0 @@
-"""What codecs send: messages, sums made of messages, and a simulator without a wire."""

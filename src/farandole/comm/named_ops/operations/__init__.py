@@ -1,1 +1,0 @@
-"""One named operation: request, signature, cache entry, handle."""

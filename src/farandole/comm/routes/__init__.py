@@ -1,1 +1,0 @@
-"""By which way a bucket travels: flat, hierarchical, shared memory or messages."""

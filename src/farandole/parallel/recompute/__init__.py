@@ -1,1 +1,0 @@
-"""Activations that are computed again in backward instead of kept: plan key ``recompute``."""

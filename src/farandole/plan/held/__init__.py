@@ -1,1 +1,0 @@
-"""The planner held to what it said: figures of a cluster corrected by what runs took."""

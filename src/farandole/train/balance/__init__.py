@@ -1,1 +1,0 @@
-"""Batches in proportion to the speed of a rank: the plan's `balance`."""

@@ -1,1 +1,0 @@
-"""`fd.prefetch`: batches of any loader, drawn and copied ahead of the loop."""
