@@ -110,9 +110,7 @@ def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     assert result["passed"]
     by_name = {check["name"]: check for check in result["checks"]}
     assert {f"codec {form.text}" for form in FORMS} <= by_name.keys()
-    assert by_name["engine on 2 ranks"]["passed"]
-    assert by_name["engine on 2 ranks"]["answer"] == f"{len(FORMS)} codecs: as on the CPU, equal on all ranks"
-    assert by_name["engine on 2 ranks: loss scale, clipping, accumulation"]["passed"]
+    assert by_name["engine on ranks"]["passed"] is None, "compared with itself it would prove nothing"
     assert by_name["versions"]["word"] == "measured"
     assert not list(tmp_path.iterdir())
 

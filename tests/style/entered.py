@@ -81,8 +81,20 @@ class Entered:
         now, code = self._now, frame.f_code
         if now is None or event != "call" or code.co_name == "<module>":
             return
-        if code.co_filename.startswith(self._root):
-            now.setdefault(code.co_filename[len(self._root) :].removesuffix(".py"), time.monotonic())
+        if not code.co_filename.startswith(self._root):
+            return
+        name = code.co_filename[len(self._root) :].removesuffix(".py")
+        if name not in now and not self._is_imported(frame):
+            now[name] = time.monotonic()
+
+    def _is_imported(self, frame: Any) -> bool:
+        """Return whether a call is of a module's own code, as the body of a class is."""
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name == "<module>" and code.co_filename.startswith(self._root):
+                return not code.co_filename.endswith("__main__.py")
+            frame = frame.f_back
+        return False
 
 
 def of_a_training(directory: Path) -> dict[str, set[str]]:

@@ -16,7 +16,7 @@ noted before a loader begins an epoch whose batches may be unequal.
 the mean over all samples is the sum of (n_r / N) times each rank's gradient: with equal batches that is
 the plain average of the ranks, with a short last batch it is not. `factor` is n_r x size / N: 1 when
 batches are equal, 0 for a rank whose batch is only a placeholder. The loader knows it without
-a message, because every rank computes the same division of the data. Which batch is in use: `drawn_batches`.
+a message, because every rank computes the same division of the data. Which batch is in use: `DrawnBatches`.
 
 [Note: weights by count] A loss that is a mean over tokens has as its n_r the tokens of rank r. Only the loop knows
 them: it gives its count with `fd.weight`, the ranks add up their counts, and the factor that comes of it stands in

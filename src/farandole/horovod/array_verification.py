@@ -16,6 +16,7 @@ import torch
 
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
+from ..core.vocabulary.rank_lists import name_ranks
 from ..train.verify.verification_run import VerificationRun
 from ..train.verify.verify import Check, check_batches, check_equal, check_sizes
 from .exchange.arrays import as_torch
@@ -99,7 +100,9 @@ class ArrayVerification:
         if all(is_exchanged for *_, is_exchanged in told):
             checks.append(self._weights())
         elif here.size > 1:
-            answer = "no gradients were exchanged: each rank trains a model of its own"
+            alone = [rank for rank, (*_, is_exchanged) in enumerate(told) if not is_exchanged]
+            whose = "" if len(alone) == here.size else f" by {name_ranks(alone)}"
+            answer = f"no gradients were exchanged{whose}: each rank trains a model of its own"
             checks.append(Check("gradients", False, answer, _WRAP))
         if self.is_fit:
             numbers = range(1, len(self._batches) + 1)

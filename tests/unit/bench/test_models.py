@@ -11,7 +11,8 @@ from farandole.bench.models.cnn import SmallCNN
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
 from farandole.bench.models.vgg import vgg16
-from farandole.bench.step.workloads import MODELS, WORKS, parameters_of
+from farandole.bench.step.contender_names import MODELS
+from farandole.bench.step.workloads import WORKS, parameters_of
 
 
 def count(model: nn.Module) -> int:

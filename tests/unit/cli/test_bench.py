@@ -20,8 +20,8 @@ from farandole.bench.measure.intervals import (
     paired_ratio,
     sent_bytes,
 )
+from farandole.bench.step.contender_names import check_contender, expand, plan_of, read_contenders, settings_of
 from farandole.bench.step.step import compare, format_step
-from farandole.bench.step.workloads import check_contender, expand, plan_of, read_contenders, settings_of
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from tests.unit.cli.test_cli import call

@@ -14,7 +14,7 @@ from farandole.core.cluster.cluster import Coefficient
 from farandole.core.cluster.cluster_file import write_cluster
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.files import write_inputs
+from farandole.plan.answer.inputs import write_inputs
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile_file import write_profile

@@ -18,10 +18,12 @@ from ..measure.follow_job import FollowedJob, Say, account_of, follow_job
 _MOST_SECONDS = 300.0
 """For one job, the start included."""
 _MOST_RANKS = 8
-SHARED_KINDS = ("cpu", "cuda")
+_CPU = "cpu"
+SHARED_KINDS = (_CPU, "cuda")
 """Whose backend takes several ranks of one device: NCCL by sockets, where they name hosts of their own."""
 _RANKS_OF_ONE = 2
 _NO_ENGINE = "one device of this kind takes one rank"
+_IS_CPU = "cpu: it is what other devices are compared with"
 
 
 def prove_device(kind: str, *, say: Say) -> Proof:
@@ -38,8 +40,9 @@ def prove_device(kind: str, *, say: Say) -> Proof:
     checks: list[dict[str, Any]] = alone.result["checks"]
     devices = int(alone.result["devices"])
     ranks = _RANKS_OF_ONE if kind in SHARED_KINDS and devices == 1 else min(devices, _MOST_RANKS)
-    if ranks == 1:
-        checks.append({"name": "engine on ranks", "passed": None, "answer": _NO_ENGINE, "remedy": ""})
+    if ranks == 1 or kind == _CPU:
+        answer = _IS_CPU if kind == _CPU else _NO_ENGINE
+        checks.append({"name": "engine on ranks", "passed": None, "answer": answer, "remedy": ""})
         return Proof(checks, 1, 1, seconds=time.monotonic() - begin)
     say(f"the engine on {ranks} ranks")
     passed = all(check["passed"] is not False for check in checks)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...train.distribute import distribute
-from .workloads import Settings, check_contender, plan_of
+from .contender_names import Settings, check_contender, plan_of
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[..., torch.optim.Optimizer]

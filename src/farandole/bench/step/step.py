@@ -12,7 +12,7 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ...observe.figures.figures import throughput
 from ..measure.intervals import format_table, median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
-from .workloads import TUNED, TUNED_FROM, Settings, expand, is_reference
+from .contender_names import TUNED, TUNED_FROM, Settings, expand, is_reference
 
 WARM_UP = 2
 

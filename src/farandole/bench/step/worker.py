@@ -24,8 +24,9 @@ from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...train.session import init
 from ..measure.intervals import NotMeasurable, sent_bytes
 from ..measure.machine import has_16_bits
+from .contender_names import MODELS, PRECISIONS, Settings
 from .contenders import Contender, LossOf, make_contender
-from .workloads import MODELS, PRECISIONS, WORKS, Settings, Work, parameters_of
+from .workloads import WORKS, Work, parameters_of
 
 STEPS_UNTIL_CHOSEN = 4
 """Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""

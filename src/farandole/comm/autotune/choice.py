@@ -70,7 +70,7 @@ def choose(
         link: the link as a probe measured it.
         lossy: whether codecs that lose precision are allowed; without, only the bucket size is chosen.
         first_bucket_bytes: the most bytes of the first bucket, which is not chosen. None: as the others.
-        correct: what to multiply predictions with, by main codec; see `calibration`.
+        correct: what to multiply predictions with, by main codec; see `profile`.
         sizes: the bucket sizes to choose from, in bytes.
     """
     candidates = []

@@ -15,7 +15,7 @@ itself. So the order is that of the queue, whichever thread works, and one threa
 thread leaves those who wait at once, as functional collectives do, a moment to come.
 
 The group's thread is needed although others may help: another rank may wait for a call that this rank has begun
-and does not wait for. It is started with the first asynchronous call. See also `servers`.
+and does not wait for. It is started with the first asynchronous call.
 
 [Note: every call ends] A call ends, with a result or an error, whatever fails. It ends when the queue is free
 again: what is called at its end, such as a callback of a future, may make the next call.
@@ -64,7 +64,7 @@ class WorkEnd:
         """Let all that wait go on; called once, by who carries the operation out.
 
         Returns:
-            What calls the callbacks of the futures; None where there are none. See `servers`.
+            What calls the callbacks of the futures; None where there are none.
         """
         self.error, self.source = error, source
         with self.lock:
@@ -82,7 +82,7 @@ class GroupWork(dist.Work):
         self._call, self._rank = call, rank
         self._outputs = list(outputs)
         self.finish: Callable[[], object] | None = None
-        """Carries the operation out, if no thread has begun to. See `call_queue`."""
+        """Carries the operation out, if no thread has begun to."""
         self.on_wait: Callable[[], object] = _ignore
         """Called when a user waits, or may: a wait for the future is not seen."""
         self.end = WorkEnd()

@@ -8,7 +8,7 @@
 comes next, so each later call raises the same error. Who wants to go on makes a new group. An argument that is
 refused before anything was said to other ranks (`ValueError`, `NotImplementedError`) leaves the group as it was.
 
-Collectives are carried out one after the other, in the order of calls: see `call_queue`. Sends and receives have a
+Collectives are carried out one after the other, in the order of calls: see `calls`. Sends and receives have a
 thread of their own.
 """
 

@@ -1,4 +1,4 @@
-"""What the reducer asks of a bucket: the gradients of some parameters, which travel together.
+"""What the reducer asks of a bucket, and buckets without a codec: dense and sparse.
 
 [Note: used mask] A parameter unused on this rank contributes zeros. Whether the others used it decides if its
 gradient is a number or stays None, which an optimizer with momentum or weight decay treats differently. Each
@@ -198,7 +198,7 @@ class Bucket(ABC):
     def mark_steps(self, steps: int | None) -> bool:
         """After `load`: send along how many steps this rank has made; return False if the bucket cannot.
 
-        None: a rank that makes none, and agrees with all. See [Note: one step off] in `dense_bucket`.
+        None: a rank that makes none, and agrees with all. See [Note: one step off].
         """
         return False
 

@@ -241,7 +241,7 @@ class BucketSet:
                 self.carry_over.roll_back(index)
 
     def rescale_kept(self, change: float) -> None:
-        """Multiply residuals by `change`. See [Note: residuals and the loss scale] in `loss_scale`."""
+        """Multiply residuals by `change`. See [Note: residuals and the loss scale] in `grad_ownership`."""
         if change != 1.0:
             for bucket in self.buckets:
                 bucket.rescale(change)

@@ -1,4 +1,4 @@
-"""Facts about parameters: what ranks compare before they train, and what cannot be trained yet."""
+"""Parameters by what their gradients are: those that are exchanged, rows of them, squares, and second order."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One named operation: request, signature, cache entry, handle.
-
-[Note: numbers] in `numbers`.
+"""One named operation: signature, request, cache entry, handle; and the sets of ranks that operations are of.
 
 [Note: numbers] The first time a rank announces a signature it tells its peers a number for it; then it says only
 the number. Each rank has its own numbers, so there is nothing to agree on. When they run out, the one that was
@@ -30,7 +28,8 @@ from .channel.channel import NUMBER_MASK
 
 # The signature of a named operation, which its members compare, and its encoding.
 #
-# A signature is sent once to each peer and given a number there; from then on the number stands for it. See
+# A signature is sent once to each peer and given a number there; from then on the number stands for it.
+# See [Note: numbers].
 
 DTYPES: dict[str, torch.dtype] = {
     str(dtype).removeprefix("torch."): dtype

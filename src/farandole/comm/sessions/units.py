@@ -78,7 +78,7 @@ class UnitStates:
     def begin(self, k: int, unit: torch.Tensor) -> bool:
         """Prepare for an exchange of unit `k`; return False if its state overflowed, and begins anew.
 
-        See [Note: sums that overflow] in `finite`.
+        See [Note: sums that overflow] in `codecs.codec`.
         """
         state = self.current.get(k)
         is_sound = True

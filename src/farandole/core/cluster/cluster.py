@@ -7,7 +7,7 @@ group of ranks pays the costs of the outermost tier that it crosses.
 [Note: links that ranks share] The figures of an outer tier are those of groups with one rank on each host, while
 all such groups exchange: a rank has its part of the host's link. In a group with several ranks on each host, only
 one in so many crosses to the next host in a ring, or each sends that part of the bytes after a sum in the host: it
-has so many times these bytes per second, up to what the inner tier gives. `collective` has what a rank sends.
+has so many times these bytes per second, up to what the inner tier gives. What a rank sends is below.
 
 [Note: work of a collective] One definition for those who fit `CollectiveCost` to measured exchanges and for those
 who predict exchanges by it. Bytes are those that the busiest rank sends with the algorithm that sends least; an

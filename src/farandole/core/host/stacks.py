@@ -1,4 +1,4 @@
-"""Where a rank stands: written into the run directory when its launcher asks, even while Python is stuck.
+"""Stacks of threads, and what is done with an error that nothing catches.
 
 The answer comes from a handler in C (`faulthandler`), so a rank that hangs in a system call, in a lock or in
 torch answers too. One that is stopped by a signal does not.

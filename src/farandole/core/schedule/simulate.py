@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, given how long actions and transfers take: an event simulation.
+"""Schedules validated, simulated and drawn, and batches that go through them one behind the other.
 
 [Note: the model of a transfer] The result of an action leaves for the rank that needs it when the action ends, and
 the rank computes on meanwhile. Messages from one rank to another travel one after the other.

@@ -1,7 +1,7 @@
 """Predicts the time of a step from a profile, a link and a bucket plan.
 
 [Note: the model of a step] Forward, then backward, which hands over gradients at the measured moments. Buckets
-leave by `replay`'s recurrence. Where ranks sum inside a host (or behind a switch) first, this takes its own
+leave as `replay_buckets` lets them. Where ranks sum inside a host (or behind a switch) first, this takes its own
 measured time, and each rank then sends its shard of the bucket. Codec and TCP need CPU time: on a rank with one
 core this is taken from backward, else only from the link's thread. The step ends when backward has ended and the
 last bucket has arrived and was decoded.
@@ -18,7 +18,7 @@ before it. The overlap of buckets with backward: Li et al., "PyTorch Distributed
 
 [Note: a step at another batch] Forward, loss and backward passes, and waits for data and for other ranks, are
 taken to grow in proportion to the samples; the optimizer and what is in no phase, not at all. Gradients become
-ready earlier or later in the same proportion, and the buckets are replayed behind them (`replay`). Where passes
+ready earlier or later in the same proportion, and the buckets are replayed behind them. Where passes
 have fixed costs, the time of smaller batches is too low, and of larger ones too high. Exposed time that the replay
 does not explain is assumed to stay.
 

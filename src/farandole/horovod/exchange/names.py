@@ -1,4 +1,4 @@
-"""What tells things apart: optimizers and tapes by name on all ranks, variables by identity on one.
+"""What tells things apart: optimizers and tapes by name on all ranks, variables by identity on one; and failures.
 
 [Note: made again] An elastic job begins its function again when ranks come or go. What the function makes is made
 again by ranks that went on, and for the first time by new ones; what was made before it is there once on all. So

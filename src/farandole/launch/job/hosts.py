@@ -4,7 +4,7 @@
 
 One reader takes the host files of Horovod and DeepSpeed (``node1 slots=4``), of Open MPI
 (``node1 slots=2 max-slots=4``, a bare ``node1`` is one slot, comments, blank lines) and ``node1:4``.
-Not here: whether a host exists, and how to start anything there (see `backend`).
+A reader does not ask whether a host exists.
 
 >>> parse_hosts("node1:2,node2:4")
 [HostSlots(name='node1', slots=2, port=None, chosen=()), HostSlots(name='node2', slots=4, port=None, chosen=())]

@@ -35,6 +35,8 @@ def merge_timelines(paths: Sequence[str | os.PathLike[str]], out: str | os.PathL
                 remedy="leave one out; an earlier run's files may lie beside those of the last",
             )
         found[rank] = path, epoch, events
+    if not found:
+        raise DataError("no timeline to merge", remedy="name the files of the ranks, for example timeline*.json")
     first = min(epoch for _, epoch, _ in found.values())
     stride = 1 + max(event["pid"] for _, _, events in found.values() for event in events)
     merged = [

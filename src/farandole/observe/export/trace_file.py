@@ -40,7 +40,7 @@ def name_events(of: str, ids: Mapping[str, int], order: int, **facts: Any) -> li
 
 def _lines(events: Iterable[TraceEvent], *, first: bool) -> Iterator[bytes]:
     for event in events:
-        text = json.dumps(event, separators=(",", ":"))
+        text = json.dumps(event, separators=(",", ":"), allow_nan=False)
         yield f"\n{text}".encode() if first else f",\n{text}".encode()
         first = False
 

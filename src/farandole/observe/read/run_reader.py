@@ -75,7 +75,7 @@ def read_run(
     Args:
         run_directory: where the run's files are.
         steps: read the steps from the first to the last given, and no sums. None: of a long run a fair sample of
-            the steps' rows (`sampling`), and sums of the others.
+            the steps' rows (`timeline_reader`), and sums of the others.
         for_diagnosis: count pauses and lengths over all steps (`StepCounts`), leave out ranks without a step, and
             say in the notes all that limits a diagnosis.
 

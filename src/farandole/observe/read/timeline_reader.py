@@ -267,7 +267,7 @@ def read_events(
 
     Args:
         path: the rank's file.
-        bounded: hold a fair sample of what a long run has too much of, its steps' rows (`sampling`) and host
+        bounded: hold a fair sample of what a long run has too much of, its steps' rows (`StepSample`) and host
             samples; `thinned` has sums of the other steps.
         steps: read only the steps from the first to the last given, and no sums.
         counts: fill `RankTimeline.counts`.

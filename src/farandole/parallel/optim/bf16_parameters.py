@@ -1,7 +1,7 @@
 """Parameters and gradients in bfloat16, without master weights: plan key ``bf16_parameters``.
 
 The optimizer computes in float32 all the same, and its state is float32: in its step parameters and gradients
-are float32, one part of them at a time, and the new parameters are rounded stochastically. See `rounding`.
+are float32, one part of them at a time, and the new parameters are rounded stochastically.
 
 [Note: one part at a time] The optimizers of `torch.optim` treat each parameter alone, so their step can be made
 for a part of the parameters, then for the next: the float32 copies need little memory. An optimizer of another

@@ -122,7 +122,7 @@ class RowRules:
     expire_seconds: float | None
     init_std: float
     key: int
-    """See `hashing.key_of`: of the name and the seed."""
+    """See `store.key_of`: of the name and the seed."""
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

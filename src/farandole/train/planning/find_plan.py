@@ -25,7 +25,8 @@ from ...core.vocabulary.config import convert
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.suggestions import did_you_mean
-from ...plan.answer.files import write_answer, write_inputs
+from ...plan.answer.files import write_answer
+from ...plan.answer.inputs import write_inputs
 from ...plan.model.profile import ModelProfile
 from ...plan.model.profile_file import read_profile
 from ...plan.search.decide import search

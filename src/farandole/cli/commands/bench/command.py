@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ....bench.measure.launch_ranks import ending_in_order
 from ....bench.measure.machine import machine_facts
-from ....bench.step.workloads import MODELS, PRECISIONS
+from ....bench.step.contender_names import MODELS, PRECISIONS
 from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
@@ -182,8 +182,8 @@ def _codecs(options: argparse.Namespace) -> int:
 
 
 def _step(options: argparse.Namespace) -> int:
+    from ....bench.step.contender_names import read_contenders, settings_of
     from ....bench.step.step import bench_step, format_step
-    from ....bench.step.workloads import read_contenders, settings_of
 
     settings = settings_of(read_plan(options.plan, options.settings) or Plan())
     names = read_contenders(options.contenders, settings)

@@ -10,7 +10,8 @@ from pathlib import Path
 from ....core.cluster.cluster import with_ranks
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.notice import write_notice
-from ....plan.answer.files import read_answer, read_inputs, to_json, why_path
+from ....plan.answer.files import read_answer, to_json, why_path
+from ....plan.answer.inputs import read_inputs
 from ....plan.answer.page import write_page
 from ....plan.answer.text import to_text
 from ....plan.search.result import PlanAnswer

@@ -82,7 +82,7 @@ def refuse_other_backends() -> None:
 def import_keras(name: str, extra: str) -> Any:
     """Return a module of Keras; raise ImportError that says what to install."""
     try:
-        return importlib.import_module(name)
+        found = importlib.import_module(name)
     except (ModuleNotFoundError, ValueError) as problem:
         backend = set_variables(["KERAS_BACKEND"]).get("KERAS_BACKEND", _TRAIN[0])
         if backend not in _TRAIN:  # what is missing then is not what is wrong: JAX and NumPy want packages
@@ -99,3 +99,6 @@ def import_keras(name: str, extra: str) -> Any:
         raise ImportError(
             f"farandole.horovod.{extra}: {name} is not installed; {install_command(extra)}"
         ) from None
+    if name.partition(".")[0] == "keras" and (backend := backend_name()) not in _TRAIN:
+        raise ImportError(f"farandole.horovod.{extra}: {_NOT_BUILT.format(backend=backend)}")
+    return found

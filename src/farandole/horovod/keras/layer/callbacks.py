@@ -1,4 +1,4 @@
-"""What Horovod's callbacks do, without the class `Callback` of the Keras whose `fit` runs them: see `binding`."""
+"""What Horovod's callbacks do, without the class `Callback` of the Keras whose `fit` runs them (`front_end`)."""
 
 from __future__ import annotations
 

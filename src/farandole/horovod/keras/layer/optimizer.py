@@ -274,7 +274,7 @@ def distribute(optimizer: Any, settings: GradientSettings, name: str) -> Any:
     watch_fits()
     scaled = keras.optimizers.LossScaleOptimizer
     if keras.config.dtype_policy().name == "mixed_float16" and not isinstance(optimizer, scaled):
-        optimizer = scaled(optimizer)  # `compile` would put one around ours: see `loss_scales`
+        optimizer = scaled(optimizer)  # `compile` would put one around ours: see `accumulation`
     return _rebuilt(optimizer, settings, name)
 
 

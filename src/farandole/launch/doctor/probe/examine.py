@@ -16,7 +16,7 @@ from ..this_host import look_up
 from .channel import HostChannel, ProbeLost, Target, ask_all
 from .link_probe import TOKEN_BYTES
 
-START_SECONDS = 20.0
+START_SECONDS = 30.0
 ANSWER_SECONDS = 10.0
 CALL_SECONDS = 40.0
 CLOCK_ROUNDS = 8

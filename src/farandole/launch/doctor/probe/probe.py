@@ -59,7 +59,7 @@ class Answers:
         """Return the answer; ``{"type": "failed", "why": ...}`` to what cannot be answered."""
         try:
             return {"type": "answer", **self._answer(question)}
-        except (OSError, AttributeError, KeyError, TypeError, ValueError) as problem:
+        except (OSError, ImportError, AttributeError, KeyError, TypeError, ValueError) as problem:
             return {"type": "failed", "why": f"{type(problem).__name__}: {problem}"}
 
     def _answer(self, question: Message) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The user's recipe: the plan key `tensor_recipe`, by patterns of names."""
+"""What becomes of each layer: by the user's names, by classes of torch and transformers, by traces, by words."""
 
 from __future__ import annotations
 
