@@ -105,6 +105,7 @@ def nest(index: int, other: Any) -> Any:
     }
 
 
+@pytest.mark.full("busy")  # samples that are not read within seconds are not compared
 @pytest.mark.parametrize(
     "pair",
     [

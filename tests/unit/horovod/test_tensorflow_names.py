@@ -267,6 +267,20 @@ def test_a_backend_of_keras_that_cannot_train(
         backends.import_keras("keras", "keras")
 
 
+def test_keras_on_jax_is_refused_where_jax_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    backends = load("keras/layer/backends.py", "farandole.horovod.keras.layer.backends_here")
+    monkeypatch.setattr(importlib, "import_module", lambda _: "keras")
+    for backend in ("tensorflow", "torch"):
+        monkeypatch.setattr(backends, "backend_name", lambda backend=backend: backend)
+        assert backends.import_keras("keras", "keras") == "keras"
+    monkeypatch.setattr(backends, "backend_name", lambda: "jax")
+    with pytest.raises(
+        ImportError, match="Keras on jax is not supported: set KERAS_BACKEND to tensorflow or torch"
+    ):
+        backends.import_keras("keras.callbacks", "keras")
+    assert backends.import_keras("tf_keras", "keras") == "keras", "which has one backend"
+
+
 def test_keras_without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: str) -> None:
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")

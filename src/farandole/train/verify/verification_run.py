@@ -110,11 +110,6 @@ class VerificationRun:
         self._counts = MeanCounts(world) if self._deep is None else None
         self._joined_loss = JoinedLoss(world) if world.size > 1 else None
 
-    @property
-    def is_deep(self) -> bool:
-        """Whether gradients are computed a second time in every step."""
-        return self._deep is not None
-
     def watch_also(self, front_end: FrontEnd) -> None:
         """Let a front end answer for the training instead: this one sees torch's models only."""
         self._front_end = front_end
