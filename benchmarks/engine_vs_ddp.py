@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.core.vocabulary.events import NullRecorder
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 
 
 def main() -> None:
@@ -49,7 +49,7 @@ def main() -> None:
 
     slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
     world.session.recorder = recorder
-    reducer = reducer_of(trainers["farandole"][0])
+    reducer = DistributedModel.of(trainers["farandole"][0]).reducer
     assert reducer is not None, "there are several ranks"
     if world.rank == 0:
         over_ddp, over_interval = paired(slowest["farandole"], slowest["ddp"])

@@ -27,7 +27,7 @@ from farandole.core.schedule.actions import bubble_seconds
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import StageTimes, simulate
 from farandole.core.vocabulary.events import Event, PipelineAction
-from farandole.parallel.pipeline.apply import pipeline_of
+from farandole.parallel.model import DistributedModel
 
 RANKS = 4
 SECONDS = 0.15
@@ -109,7 +109,7 @@ def measure(seconds: list[float], plan: fd.Plan) -> tuple[float, float, Any]:
         begin = time.perf_counter()
         fd.step(model, _loss, batch, batch.detach())
         times.append((time.perf_counter() - begin, busy.seconds))
-    return *min(times[1:]), pipeline_of(model)
+    return *min(times[1:]), DistributedModel.of(model).pipeline
 
 
 def _cut_evenly(layers: int, stages: int) -> tuple[str, ...]:

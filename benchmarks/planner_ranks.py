@@ -15,7 +15,7 @@ import torch
 
 import farandole as fd
 from farandole.core.vocabulary.degrees import OTHER_SAMPLES
-from farandole.parallel.apply import mesh_of, plan_of
+from farandole.parallel.model import DistributedModel
 
 THREADS_BYTES = 64 * 2**20
 """Stacks of threads that start later, and what libraries allocate once."""
@@ -43,7 +43,7 @@ def main() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     fd.distribute(model, optimizer)
-    plan, mesh = plan_of(model), mesh_of(model)
+    plan, mesh = DistributedModel.of(model).plan, DistributedModel.of(model).mesh
     assert plan is not None, "it is distributed"
     assert mesh is not None, "it is distributed"
     samples = options.batch // mesh.size(*OTHER_SAMPLES) // plan.accumulate
@@ -69,7 +69,7 @@ def _warm_up() -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     fd.distribute(model, optimizer)
-    plan = plan_of(model)
+    plan = DistributedModel.of(model).plan
     assert plan is not None, "it is distributed"
     for _ in range(plan.accumulate):
         model(torch.full((4, 64), float(fd.world().rank))).sum().backward()

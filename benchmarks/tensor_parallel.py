@@ -30,7 +30,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import farandole as fd
 import farandole.backend
-from farandole.parallel.tensor.apply_tensor import proofs_of
+from farandole.parallel.model import DistributedModel
 
 WIDTH, TOKENS, HEADS = 1024, 512, 16
 NAMES = ("query", "key", "value", "up")
@@ -129,7 +129,7 @@ def main() -> None:
         steps["stock"] = stock(dist.new_group(backend="gloo"), x)
         steps["stock, our backend"] = stock(dist.new_group(backend="farandole"), x)
     steps["ours"]()
-    proofs = proofs_of(block)
+    proofs = DistributedModel.of(block).proofs
     assert proofs is not None, "the block is split"
     proofs.ranks.calls.clear()
     proofs.ranks.bytes.clear()

@@ -21,7 +21,7 @@ from farandole.bench.data import ByteWindows, load_text
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import Contender, make_contender
 from farandole.core.vocabulary.sync_spec import SyncSpec
-from farandole.parallel.apply import plan_of, reducer_of
+from farandole.parallel.model import DistributedModel
 
 CONTEXT = 64
 VALIDATION_WINDOWS = 512
@@ -100,8 +100,9 @@ def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[
     every = arguments.contenders.split(";")
     contenders = {name: make(name, 0, make_model, data, None) for name in every}
     times: dict[str, list[float]] = {name: [] for name in every}
-    local = {name: SyncSpec.parse(plan.sync).steps for name, each in contenders.items()
-             if (plan := plan_of(each.model)) is not None and plan.sync != "every_step"}  # fmt: skip
+    plans = {name: DistributedModel.of(each.model).plan for name, each in contenders.items()}
+    local = {name: SyncSpec.parse(plan.sync).steps for name, plan in plans.items()
+             if plan is not None and plan.sync != "every_step"}  # fmt: skip
     for name, steps in local.items():
         times[name] = [time_block(contenders[name], steps) for _ in range(1 + LOCAL_BLOCKS)][1:]
     names = [name for name in every if name not in local]
@@ -116,7 +117,7 @@ def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[
                 times[name].append(float(seconds))
     choices = {}
     for name, contender in contenders.items():
-        reducer = reducer_of(contender.model)
+        reducer = DistributedModel.of(contender.model).reducer
         choice = None if reducer is None or reducer.tuner is None else reducer.tuner.choice
         if choice is not None:
             codecs = {each: codec for each, codec in choice.codecs.items() if codec != "none"}
@@ -159,7 +160,7 @@ def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn
             each.append(time.perf_counter() - begin)
             step += 1
         seconds = sum(each)
-        with nullcontext() if plan_of(contender.model) is None else fd.averaged(contender.model):
+        with nullcontext() if DistributedModel.of(contender.model).plan is None else fd.averaged(contender.model):
             loss = data.validate(contender.model)
         validations.append({"step": step, "seconds": seconds, "loss": loss})
         if step >= least and arguments.goal is not None and min(v["loss"] for v in validations) <= arguments.goal:

@@ -28,7 +28,7 @@ import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
 from farandole.bench.measure.intervals import sent_bytes
-from farandole.parallel.apply import policy_of
+from farandole.parallel.model import DistributedModel
 
 plan, steps, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ for _ in range(steps):
     dist.barrier()
     sent.append(sent_bytes(loopback=False) - before)
     ends.append(time.monotonic())
-policy = policy_of(model)
+policy = DistributedModel.of(model).policy
 with open(f"said.{world.rank}", "w") as file:
     json.dump({"sent": sent, "local": policy.is_local, "seconds": [b - a for a, b in zip(ends, ends[1:])]}, file)
 fd.drain(model)

@@ -35,8 +35,8 @@ import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
 from farandole.bench.measure.intervals import sent_bytes
-from farandole.parallel.apply import reducer_of
 from farandole.train.verify.verify import fingerprint
+from farandole.parallel.model import DistributedModel
 
 plan = fd.Plan.from_mapping(json.loads(sys.argv[1]), where="test")
 steps, kill_at = int(sys.argv[2]), int(sys.argv[3])
@@ -79,7 +79,7 @@ alone, its_optimizer = make()
 for _ in range(steps + 1):
     step(alone, its_optimizer, x)
 error = max((a - b).abs().max().item() for a, b in zip(model.parameters(), alone.parameters()))
-reducer = reducer_of(model)
+reducer = DistributedModel.of(model).reducer
 write(route=reducer.route, reason=reducer.route_reason, sent=sent, error=error, host=world.host,
       bits={name: fingerprint(tensor) for name, tensor in model.state_dict().items()})
 """

@@ -17,7 +17,7 @@ from farandole.comm.reducer.accelerators import device_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 
@@ -83,7 +83,7 @@ def test_one_bit_adam_is_refused_before_it_trains() -> None:
     fd.init()
     model = nn.Linear(64, 128)
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     optimizer = fd.OneBitAdam(model.parameters(), warm_up_steps=3)
     with pytest.raises(fd.PlanError, match=r"codec 'sign.*': parameter 'second' of rank 0 is on meta"):

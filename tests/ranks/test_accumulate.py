@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own
 
@@ -33,7 +33,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Any, coun
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     return 0 if reducer is None else reducer.exchanges_done
 
 
@@ -71,7 +71,7 @@ def test_the_step_exchanges_what_no_pass_outside_did() -> None:
             with fd.accumulate():
                 nn.functional.mse_loss(model(own(x)), own(y)).backward()
         plain.step(), plain.zero_grad(), optimizer.step(), optimizer.zero_grad()
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert reducer.exchanges_done == 3
     assert_close(model, reference)

@@ -27,7 +27,7 @@ from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.environ.env import VERBOSE, changed_environment
 from farandole.core.step_model.link import LinkModel
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 from tests.ranks.test_coded_engine import coded_buckets
@@ -41,7 +41,7 @@ def model_of() -> nn.Sequential:
 
 
 def tuner_of(model: nn.Module) -> Autotuner:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert reducer.tuner is not None, "this route has a tuner"
     return reducer.tuner
@@ -163,7 +163,7 @@ def test_where_memory_is_shared_there_is_nothing_to_choose() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer, fd.Plan(codec="auto", lossy=True))
     train(model, optimizer, 5)
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert reducer.route == "shared"
     assert reducer.tuner is None
@@ -223,7 +223,7 @@ def test_the_route_follows_the_links_that_were_measured() -> None:
     seen = {2: LinkModel(1e5, 1e-6, 0.0), 4: LinkModel(1e12, 1e-6, 0.0)}
     with links_seen_as(lambda circle: seen[len(circle.ranks)]):
         fd.distribute(model, optimizer, fd.Plan(codec="auto"))
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert reducer.route == "hierarchical"
         train(model, optimizer, 6)

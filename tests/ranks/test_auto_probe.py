@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_same_bits
 
@@ -28,7 +28,7 @@ def test_links_are_measured_while_the_last_exchange_is_still_being_sent() -> Non
     model = nn.Sequential(nn.Linear(256, 512, bias=False), nn.Linear(512, 256, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat", timeout_seconds=20, bucket_bytes=1 << 19))
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     tuner, lines = reducer.tuner, reducer.parts.open_route.route
     assert tuner is not None

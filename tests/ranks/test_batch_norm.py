@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
@@ -133,9 +134,8 @@ def test_other_changing_buffers_take_rank_0s_bits_and_constants_do_not_travel() 
     if world.rank == 0:
         assert torch.equal(model.average, mine)
     assert_same_bits(model)
-    from farandole.parallel.apply import reducer_of
 
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert reducer.parts.in_flight._extra[0]._names == ["average"]  # type: ignore[attr-defined]
     assert_close(model, model)

@@ -14,7 +14,7 @@ import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.comm.buckets.sharded_bucket import CodedShardBucket
 from farandole.core.vocabulary.errors import CommError
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.precision.loss_scale import LEAST
 from farandole.parallel.precision.passes import loss_scale_of
 from tests.ranks.pool import ranks
@@ -36,7 +36,7 @@ def one_matrix(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedBuck
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     _, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), fd.Plan(**plan))
     backward(model, optimizer, 1.0)
-    found = reducer_of(model)
+    found = DistributedModel.of(model).reducer
     assert found is not None
     (bucket,) = found.parts.buckets.buckets
     assert isinstance(bucket, CodedBucket)
@@ -139,7 +139,7 @@ def shards(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedShardBuc
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     _, optimizer = fd.distribute(model, torch.optim.SGD(model.parameters(), lr=1.0), fd.Plan(**plan))
     own_rows_of(model, optimizer, 1.0)
-    found = reducer_of(model)
+    found = DistributedModel.of(model).reducer
     assert found is not None, "no reducer"
     (bucket,) = found.parts.buckets.buckets
     assert isinstance(bucket, CodedShardBucket), "nothing is packed"

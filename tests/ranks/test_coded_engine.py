@@ -22,7 +22,7 @@ from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.sessions import units as segments
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
 
@@ -58,7 +58,7 @@ def distributed(plan: fd.Plan, rate: float = 0.1) -> tuple[nn.Sequential, torch.
 
 
 def the_reducer(model: nn.Module) -> GradientReducer:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     return reducer
 

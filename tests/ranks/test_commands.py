@@ -244,7 +244,10 @@ def test_verify_fails_no_training_by_adasum_which_it_cannot_compare(tmp_path: Pa
 def test_verify_deep_sees_what_all_ranks_have_wrong_alike(tmp_path: Path) -> None:
     name = trains(tmp_path)
     text = Path(name).read_text()
-    spoilt = "from farandole.parallel.apply import reducer_of\nreducer_of(model).passes.divisor = 1.0\nloader ="
+    spoilt = (
+        "from farandole.parallel.model import DistributedModel\n"
+        "DistributedModel.of(model).reducer.passes.divisor = 1.0\nloader ="
+    )
     Path(name).write_text(text.replace("loader =", spoilt, 1))
     assert verify(tmp_path, name)[0] == 0, "the ranks hold the same bits, and saw different samples"
     code, answer, _ = verify(tmp_path, name, "--deep")
@@ -294,7 +297,8 @@ def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Pa
 def test_a_plan_reaches_the_script_and_is_stored(tmp_path: Path) -> None:
     text = TRAINS.replace("FAULT", "pass").replace(
         'print("weight"',
-        "from farandole.parallel.apply import plan_of\nprint(plan_of(model).accumulate)\nprint('x'",
+        "from farandole.parallel.model import DistributedModel\n"
+        "print(DistributedModel.of(model).plan.accumulate)\nprint('x'",
     )
     name = script(tmp_path, text)
     result = run(

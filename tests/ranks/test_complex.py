@@ -11,7 +11,7 @@ from torch import nn
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import CodedBucket
 from farandole.comm.gradients.grad_ownership import FlatGradients
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_routes import pretend_two_hosts
@@ -58,7 +58,7 @@ def check(steps: int = 5, **plan: Any) -> None:
     exact = [name for name, _ in model.named_parameters() if name != "real.weight" or plan.get("codec") != "int8"]
     for name in exact:
         torch.testing.assert_close(model.get_parameter(name), alone.get_parameter(name), rtol=2e-4, atol=2e-5)
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     for bucket in reducer.parts.buckets.buckets:
         assert isinstance(bucket.gradients, FlatGradients)
@@ -107,7 +107,7 @@ def test_the_exact_carrier_sees_the_parts_of_complex_numbers() -> None:
     model = Filters()
     fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="auto", route="flat"))
     model(inputs(0, 0), True).backward()
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     for bucket in reducer.parts.buckets.buckets:
         assert isinstance(bucket, CodedBucket)

@@ -136,7 +136,7 @@ def test_models_and_plans_that_cannot_be_divided_are_refused() -> None:
         layers = nn.Sequential(nn.Linear(4, 4), module)
         with pytest.raises(ConfigError, match=text):
             fd.distribute(layers, torch.optim.SGD(layers.parameters(), lr=0.1), Plan(context=2))
-    with pytest.raises(PlanError, match="context = 1 divides no sequences"):
+    with pytest.raises(PlanError, match="context = 1, which divides no sequences"):
         Plan(context_kind="ring")
     model = Text()
     tokens, _ = texts(1, 8)

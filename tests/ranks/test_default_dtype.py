@@ -12,7 +12,7 @@ from torch import nn
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.codecs import native_quantize, packing
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 
@@ -76,7 +76,7 @@ def test_codec_auto_chooses(dtype: torch.dtype) -> None:
     fd.init()
     with default(dtype):
         model = trained("auto", steps=5)
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert reducer.tuner is not None
         assert reducer.tuner.choice is not None

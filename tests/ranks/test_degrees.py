@@ -14,7 +14,7 @@ from torch.nn import functional
 import farandole as fd
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.apply import mesh_of
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.split import split_of
 from tests.ranks.pool import ranks, takes
 
@@ -153,11 +153,11 @@ def test_keys_that_a_pair_combines_with(case: tuple[tuple[str, str], dict[str, A
 @ranks(4)
 def test_what_does_not_combine_is_refused_by_name_on_every_rank() -> None:
     for pair, keys, words in (
-        (("data", "pipeline"), {"precision": "fp16"}, "precision = 'fp16' with pipeline = 2"),
+        (("data", "pipeline"), {"precision": "fp16"}, 'precision = "fp16" with pipeline = 2'),
         (("data", "expert"), {"precision": "fp16"}, "precision = 'fp16' with expert = 2"),
         (("data", "expert"), {"zero": 1}, "zero = 1 with expert = 2"),
         (("shard", "pipeline"), {"schedule": "zb-h1"}, "schedule = 'zb-h1' with zero = 3"),
-        (("data", "tensor"), {"bf16_parameters": True, "precision": "bf16"}, "bf16_parameters = True"),
+        (("data", "tensor"), {"bf16_parameters": True, "precision": "bf16"}, "bf16_parameters = true"),
     ):
         fd.init()
         model = Text(experts="expert" in pair)
@@ -190,7 +190,7 @@ def test_dropout_leaves_equal_parameters_on_ranks_that_have_the_same(pair: tuple
     whole = {n: p.double().sum().item() for n, p in model.named_parameters() if p.numel() and split_of(p) is None}
     everyones: list[Any] = [None] * here.size
     torch.distributed.all_gather_object(everyones, whole, group=here.group)
-    mesh = mesh_of(model)
+    mesh = DistributedModel.of(model).mesh
     assert mesh is not None, "it is distributed"
     for rank in mesh.ranks("tensor"):
         assert everyones[rank] == whole, f"whole parameters of rank {rank} and {here.rank} differ"

@@ -12,8 +12,8 @@ from farandole.comm.autotune.on_device import DeviceMeasures
 from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.step_model.link import LinkModel
-from farandole.parallel.apply import reducer_of
 from farandole.parallel.exchange_state import residual_layout
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.ranks.test_device_engine import WIDTH, Net, simulated, state_of
@@ -53,7 +53,7 @@ def train(plan: fd.Plan, device: SimulatedDevice | None = None, steps: int = 7) 
 
 
 def tuner_of(model: nn.Module) -> Autotuner:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert reducer.tuner is not None
     return reducer.tuner
@@ -69,7 +69,7 @@ def test_a_slow_link_gets_a_codec_after_three_steps(monkeypatch: pytest.MonkeyPa
         assert read[2] > 0
         assert read[2:] == [read[2]] * 5, "and once it has chosen, nothing is marked"
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
-        reducer, tuner = reducer_of(model), tuner_of(model)
+        reducer, tuner = DistributedModel.of(model).reducer, tuner_of(model)
         assert reducer is not None
         assert tuner.choice is not None
         assert tuner.choice.main_codec != "none"
@@ -89,7 +89,7 @@ def test_between_hosts_of_several_ranks_slices_are_measured_and_chosen(monkeypat
     with simulated() as device:
         model, _ = train(fd.Plan(codec="auto", lossy=True, staging="never"), device)
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
-        reducer, tuner = reducer_of(model), tuner_of(model)
+        reducer, tuner = DistributedModel.of(model).reducer, tuner_of(model)
         assert reducer is not None
         assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
         (profile,) = tuner._profiles.values()

@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import WIDTH, simulated, state_of
 
@@ -61,7 +61,7 @@ def test_data_ranks_of_a_divided_model(degrees: dict[str, Any], codec: str) -> N
     expected = state_of(trained(plan, data_rank))
     with simulated():
         model = trained(plan, data_rank)
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert any(isinstance(each, DeviceCodedBucket) for each in reducer.parts.buckets.buckets)
         found = state_of(model)

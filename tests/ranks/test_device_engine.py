@@ -20,8 +20,8 @@ from farandole.comm.device.streams import simulate_device
 from farandole.comm.reducer.in_flight import DeviceExchanges
 from farandole.comm.sessions.units import UnitStates
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.apply import plan_of, reducer_of
 from farandole.parallel.exchange_state import residual_layout
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts
@@ -118,7 +118,7 @@ def train(plan: fd.Plan, *, steps: int = 7, bad_step: int | None = 4, all_coded:
 
 def state_of(model: nn.Module) -> list[torch.Tensor]:
     """Return the parameters, and what codecs keep."""
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     kept = [value for entry in reducer.exchange_state().values() for value in entry.values()]
     return [each.detach() for each in [*model.parameters(), *kept] if torch.is_tensor(each)]
@@ -157,7 +157,7 @@ def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
     with simulated() as device:
         model = train(fd.Plan(**keys, staging="never"), bad_step=bad_step, all_coded=True)
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
-        found, reducer = state_of(model), reducer_of(model)
+        found, reducer = state_of(model), DistributedModel.of(model).reducer
         assert reducer is not None
         assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
         assert residual_layout(model).startswith("slices of elements, auto, hosts 2 x 2")
@@ -184,12 +184,12 @@ def test_buckets_are_of_a_devices_size(said: dict[str, int], mib: int) -> None:
     fd.init()
     with simulated():
         model, _ = distributed(fd.Plan(**said))  # type: ignore[arg-type]
-        reducer, plan = reducer_of(model), plan_of(model)
+        reducer, plan = DistributedModel.of(model).reducer, DistributedModel.of(model).plan
         assert reducer is not None
         assert plan is not None
         assert [each.bucket_bytes >> 20 for each in (reducer.plan, plan)] == [mib, mib]
     model, _ = distributed(fd.Plan())
-    plan = plan_of(model)
+    plan = DistributedModel.of(model).plan
     assert plan is not None
     assert plan.bucket_bytes == 4 << 20
 
@@ -201,7 +201,7 @@ def test_buckets_are_those_of_a_device() -> None:
         model = Net()
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(codec="int8"))
         model(torch.randn(4, WIDTH), branch=True).sum().backward()
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         kinds = {type(bucket) for bucket in reducer.parts.buckets.buckets}
         assert DeviceCodedBucket in kinds
@@ -301,7 +301,7 @@ def test_a_codec_that_had_no_room_may_be_asked_for_again(
             optimizer.step()
 
         step()
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         kept, other = state_of(model), {"branch.weight": CodecSpec.parse("int8")}
         with monkeypatch.context() as patched:
@@ -345,7 +345,7 @@ def test_the_last_exchange_is_compared_when_the_state_is_saved() -> None:
             optimizer.step()
         optimizer.zero_grad()
         model(torch.ones(4, WIDTH), branch=True).sum().backward()
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         with pytest.raises(fd.Mismatch, match="different steps met in exchange 2"):
             reducer.exchange_state()
@@ -374,7 +374,7 @@ def test_gradients_of_another_stream_are_waited_for(is_noted: bool) -> None:
         model.second.weight.register_post_accumulate_grad_hook(on_another)
         model, optimizer = fd.distribute(model, optimizer, fd.Plan(codec="int8", route="flat"))
         model.second.weight.register_post_accumulate_grad_hook(back)
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         reducer.parts.in_flight.on_device = DeviceExchanges()
         if not is_noted:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 
@@ -37,7 +37,7 @@ def test_training_equals_one_process(kind: str, set_to_none: bool) -> None:
     train_alone(reference, make[kind](reference.parameters()), [(x, y)] * 5)
     assert_close(model, reference)
     assert_same_bits(model)
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert len(reducer.names_by_bucket) > 2, reducer.names_by_bucket
     assert reducer.names_by_bucket[0][0].startswith("4."), "the last layer is ready first"
@@ -57,7 +57,7 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
     nn.functional.mse_loss(alone(x), y).backward()
     for (name, mine), theirs in zip(model.named_parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{name} on {world.rank}")
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     flat = reducer.parts.buckets.buckets[0].gradients.flat  # type: ignore[attr-defined]
     last = list(model.parameters())[-1]
@@ -99,7 +99,7 @@ def test_accumulation_is_silent_between_and_exact() -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer, fd.Plan(accumulate=3))
     sent: list[float] = []
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     batches = [data(8, seed) for seed in range(8)]
     other = torch.optim.SGD(reference.parameters(), 0.1)
@@ -348,7 +348,7 @@ def test_mixed_dtypes_have_their_own_buckets() -> None:
     for _ in range(2):
         model.zero_grad()
         nn.functional.mse_loss(forward(own(x)), own(y)).backward()
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     assert sorted(map(sorted, reducer.names_by_bucket)) == [
         ["0.bias", "0.weight", "4.bias", "4.weight"],
@@ -539,7 +539,7 @@ def test_a_world_of_one_changes_nothing() -> None:
     model, reference = mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
-    assert reducer_of(model) is None
+    assert DistributedModel.of(model).reducer is None
     x, y = data(8)
     train_alone(model, optimizer, [(x, y)] * 3)
     train_alone(reference, torch.optim.SGD(reference.parameters(), 0.1), [(x, y)] * 3)

@@ -285,7 +285,7 @@ def test_what_cannot_be_divided_is_refused_by_name(tmp_path: Path) -> None:
         (mixture(num_experts=3), {}, "expert = 2 does not divide the 3 experts of 1; set expert to one of 3"),
         (mixture(num_experts=9), {}, "does not divide the 9 experts of 1; set expert to one of 3, 9"),
         (mixture(), {"zero": 1}, "zero = 1 with expert = 2"),
-        (mixture(), {"precision": "fp16"}, "precision = 'fp16' with expert = 2"),
+        (mixture(), {"precision": "fp16"}, 'precision = "fp16" with expert = 2'),
     ]
     for model, keys, message in cases:
         with pytest.raises(PlanError, match=message):

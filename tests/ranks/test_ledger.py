@@ -21,7 +21,7 @@ from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.cluster.cluster import collective_work
 from farandole.core.vocabulary import events
 from farandole.parallel.context.context import Context
-from farandole.parallel.tensor.apply_tensor import proofs_of
+from farandole.parallel.model import DistributedModel
 from farandole.plan.candidate import Candidate, CollectiveCalls
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile import ModelProfile
@@ -242,7 +242,7 @@ def check_tensor(profile: ModelProfile) -> None:
             model = Stack()
             fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), plan)
             stack_step(model)
-            proofs = proofs_of(model)
+            proofs = DistributedModel.of(model).proofs
             assert proofs is not None, "no proofs"
             proofs.ranks.calls.clear()
             proofs.ranks.bytes.clear()

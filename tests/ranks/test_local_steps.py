@@ -22,7 +22,7 @@ from farandole.core.step_model.local_steps import LocalPrediction
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
-from farandole.parallel.apply import policy_of, reducer_of
+from farandole.parallel.model import DistributedModel
 from farandole.sync.local_steps import LocalSteps
 from farandole.sync.measured import TIMED_STEPS, MeasuredSync
 from farandole.train.tune.switching import why_not
@@ -39,7 +39,7 @@ def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def local_steps(model: nn.Module) -> LocalSteps:
-    policy = policy_of(model)
+    policy = DistributedModel.of(model).policy
     assert isinstance(policy, LocalSteps)
     return policy
 
@@ -258,7 +258,7 @@ def test_ranks_are_equal_at_meetings_and_nothing_is_sent_between(
     meetings = [step for step in range(1, 21) if step > first and (step - first) % 5 == 0]
     assert alike == [*range(1, first + 1), *meetings]
     assert [step for step in spoken if step > first] == meetings
-    assert (reducer_of(model) is None) == (first == 0 or world.size > 0)
+    assert (DistributedModel.of(model).reducer is None) == (first == 0 or world.size > 0)
 
 
 @ranks(2)
@@ -711,7 +711,7 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
     said: list[str] = []
     monkeypatch.setattr("farandole.sync.measured.write_notice", said.append)
     model, optimizer = distributed("auto", codec="auto", lossy=True)
-    policy = policy_of(model)
+    policy = DistributedModel.of(model).policy
     assert isinstance(policy, MeasuredSync)
     tuners = iter([SimpleNamespace(choice=None)] * 4)
     policy._tuner = lambda: next(tuners, Choice(1.0, local_seconds))  # type: ignore[assignment, return-value]
@@ -719,7 +719,7 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
     assert not said
     train(model, optimizer, batches(1))
     assert policy.is_local is gains
-    assert (reducer_of(model) is None) is gains
+    assert (DistributedModel.of(model).reducer is None) is gains
     if world.rank == 0:
         (line,) = said
         assert "powersgd:rank=4" in line
@@ -741,7 +741,7 @@ def test_auto_stays_with_each_step_where_ranks_share_memory(monkeypatch: pytest.
     train(model, optimizer, batches(4))
     assert_same_bits(model)
     assert all("no link is crossed" in each for each in said)
-    assert not policy_of(model).is_local  # type: ignore[union-attr]
+    assert not DistributedModel.of(model).policy.is_local  # type: ignore[union-attr]
 
 
 @ranks(2)

@@ -15,6 +15,7 @@ from farandole.core.vocabulary.errors import ConfigError, Mismatch
 from farandole.core.vocabulary.spec import Plan
 from farandole.parallel.global_norm import watch_norms
 from farandole.parallel.mesh import make_mesh
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.seeds import seed_passes
 from farandole.parallel.split import Split, mark_copy, split_in_place
 from tests.ranks.pool import ranks
@@ -123,7 +124,8 @@ def test_copies_of_shards_train_as_one_process(clip: float | None) -> None:
 @pytest.mark.parametrize("order", [1.0, 2.0, 3.0, float("inf")])
 def test_clipping_is_by_the_norm_of_all_ranks(order: float) -> None:
     here = fd.init()
-    mesh = make_mesh(here, Plan(tensor=2, pipeline=2))
+    plan = Plan(tensor=2, pipeline=2)
+    mesh = make_mesh(here, plan)
     whole = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
     stage = whole[:3] if here.pipeline_rank == 0 else whole[3:]
     model = nn.ParameterList([torch.zeros(6, 4) for _ in stage])
@@ -133,7 +135,8 @@ def test_clipping_is_by_the_norm_of_all_ranks(order: float) -> None:
     split.grad, replicated.grad, tied.grad = rows.take(stage[0]), stage[1].clone(), whole[2].clone()
     if here.pipeline_rank == 1:
         mark_copy(tied)
-    watch_norms(model, mesh)
+    DistributedModel(plan, mesh).stands_for(model)
+    watch_norms()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=order)
     expected = torch.linalg.vector_norm(torch.stack(whole[:5]), order)
     torch.testing.assert_close(norm, expected, msg=lambda m: f"norm of order {order}: {m}")
@@ -146,9 +149,10 @@ def test_clipping_is_by_the_norm_of_all_ranks(order: float) -> None:
 @ranks(2)
 def test_a_grad_scaler_skips_a_step_on_all_ranks_or_none() -> None:
     here = fd.init()
-    mesh = make_mesh(here, Plan(tensor=2))
+    plan = Plan(tensor=2)
     model = nn.ParameterList([torch.ones(3)])
-    watch_norms(model, mesh)
+    DistributedModel(plan, make_mesh(here, plan)).stands_for(model)
+    watch_norms()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for bad in (True, False):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, mlp, own
 
@@ -322,7 +322,7 @@ def test_codecs_that_keep_the_norm_and_others() -> None:
             mse_loss(model(own(x.roll(step, 0))), own(y.roll(step, 0))).backward()
             optimizer.step()
             optimizer.zero_grad()
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None, "two ranks exchange"
         assert reducer.has_codecs == (codec != "none"), "something is packed"
         assert noise.readings == 5, noise.why_not

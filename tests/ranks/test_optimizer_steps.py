@@ -14,8 +14,10 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.spec import RouteName
+from farandole.parallel.apply import undistribute
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
-from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own
+from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 
 Closure = Callable[[], Any]
 
@@ -270,9 +272,8 @@ def test_a_step_that_uses_the_same_gradients_again_exchanges_nothing() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
-    from farandole.parallel.apply import reducer_of
 
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     x, y = data(8)
     optimizer.step()  # without any gradient
@@ -471,3 +472,55 @@ def test_a_scheduler_may_be_made_before_and_after() -> None:
             assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
             trained.append([each.detach().clone() for each in model.parameters()])
         assert all(torch.equal(*pair) for pair in zip(*trained, strict=True)), keys
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"clip_norm": 0.01},
+        {"precision": "fp16"},
+        {"precision": "bf16", "bf16_parameters": True},
+        {"train_schedule": {"0": "0.*", "3": "2.*"}},
+        {"sync": "local:H=2"},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+@ranks(2)
+def test_nothing_of_a_plan_is_left_when_it_is_undone(keys: dict[str, Any]) -> None:
+    """The same optimizer trains on its own as without us, and then by another plan as one process does."""
+    world = fd.init()
+    model, by_hand = mlp(), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(**keys))
+    batches = [data(8, seed=number) for number in range(4)]
+    train_alone(model, optimizer, [(own(x), own(y)) for x, y in batches[:2]])
+    undistribute(model)
+    for each in model.parameters():
+        each.requires_grad_(True)
+    by_hand.load_state_dict(model.state_dict())
+    plain = torch.optim.SGD(by_hand.parameters(), 0.1)
+    for mine, steps in ((model, optimizer), (by_hand, plain)):
+        train_alone(mine, steps, [data(4, seed=world.rank)])
+    assert_close(model, by_hand, rtol=0.0, atol=0.0)
+    fd.distribute(model, optimizer)
+    by_hand.load_state_dict(model.state_dict())
+    train_alone(model, optimizer, [(own(x), own(y)) for x, y in batches[2:]])
+    train_alone(by_hand, plain, batches[2:])
+    assert_close(model, by_hand)
+    assert_same_bits(model)
+    undistribute(model)
+    left = len(optimizer._optimizer_step_pre_hooks), len(optimizer._optimizer_step_post_hooks)
+    assert left == (1, 1), "those that record are left, once"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks(2)
+def test_an_optimizer_with_states_of_some_rows_does_not_step_when_its_plan_is_undone(stage: int) -> None:
+    fd.init()
+    model = mlp()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(zero=stage))
+    train_alone(model, optimizer, [tuple(map(own, data(8)))])
+    undistribute(model)
+    with pytest.raises(fd.ConfigError, match="whose state is sharded steps, but its ranks exchange"):
+        train_alone(model, optimizer, [data(4)])

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.split import split_of
-from farandole.parallel.tensor.apply_tensor import proofs_of
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import NAMED, TOKENS, WIDTH, WORDS
@@ -200,7 +200,7 @@ def test_shards_beside_divided_tokens(recompute: str) -> None:
         optimizers = [torch.optim.SGD(each.parameters(), 0.5) for each in (mine, alone)]
         plan = fd.Plan(tensor=2, tensor_recipe=NAMED, sequence_parallel=True, recompute=recompute, **keys)  # type: ignore[arg-type]
         fd.distribute(mine, optimizers[0], plan)
-        proofs = proofs_of(mine)
+        proofs = DistributedModel.of(mine).proofs
         assert proofs is not None
         for step in range(3):
             optimizers[1].zero_grad()

@@ -21,7 +21,7 @@ import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.events import Event, Logged
 from farandole.parallel.apply import undistribute
-from farandole.parallel.precision import passes as precision_passes
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.precision.loss_scale import BACKOFF, GOOD_STEPS, INITIAL, DynamicLossScale
 from farandole.parallel.precision.passes import loss_scale_of
 from tests.ranks.pool import fresh, ranks
@@ -93,7 +93,7 @@ def test_a_model_that_is_gone_takes_nothing_from_one_with_its_numbers() -> None:
     """A parameter that is made later may have the ``id`` of one that is gone, whose model is collected late."""
     fd.init()
     late = ready("fp16")[0]
-    passes, _ = precision_passes._passes[late], gc.collect()
+    passes, _ = DistributedModel.of(late).passes, gc.collect()
     gone = {id(parameter) for parameter in late.parameters()}
     del late
     gc.collect()

@@ -21,7 +21,7 @@ from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.leftovers import left_in_memory, memory_names
 from tests.ranks.pool import _place, free_port, patient, ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -52,7 +52,7 @@ def train(plan: fd.Plan, steps: int = 3) -> nn.Module:
 
 
 def the_reducer(model: nn.Module) -> GradientReducer:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     return reducer
 

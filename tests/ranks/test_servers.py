@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PeerLost, PlanError
-from farandole.parallel.apply import policy_of
+from farandole.parallel.model import DistributedModel
 from farandole.sync.server.dense.policy import ServerSync
 from tests.ranks import sync_loop
 from tests.ranks.pool import ranks, takes
@@ -39,7 +39,7 @@ def batches(steps: int = STEPS) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def policy(model: nn.Module) -> ServerSync:
-    found = policy_of(model)
+    found = DistributedModel.of(model).policy
     assert isinstance(found, ServerSync)
     return found
 

@@ -20,10 +20,10 @@ from tests.warm import run
 SCRIPT = """
 import os, signal, sys, time, torch, farandole as fd
 from torch import nn
+from farandole.parallel.model import DistributedModel
 asks = "asks" in sys.argv
 if "before init" in sys.argv and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
-from farandole.parallel.apply import policy_of
 sync, steps, pause = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 here = fd.init(timeout_seconds=20)
 if "before a step" in sys.argv and here.rank == 1:
@@ -32,7 +32,7 @@ torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4)).double()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 fd.distribute(model, optimizer, fd.Plan(sync=sync) if sync != "launched" else None)
-servers = policy_of(model).remote.servers
+servers = DistributedModel.of(model).policy.remote.servers
 print("servers", *[each.pid for each in servers.started], flush=True)
 for step in range(1, steps + 1):
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + here.rank)).double()
@@ -48,7 +48,7 @@ for step in range(1, steps + 1):
 fd.drain(model)
 print("end", float(sum(each.double().sum() for each in model.parameters())), flush=True)
 print("done", flush=True)
-policy_of(model).close()
+DistributedModel.of(model).policy.close()
 """
 
 

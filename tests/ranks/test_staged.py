@@ -23,7 +23,7 @@ from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.staged_conductor import StagedConductor
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.codec_spec import CodecSpec
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import CODECS, WIDTH, distributed, simulated_by, state_of, train
 from tests.ranks.test_records import records
@@ -41,13 +41,13 @@ def simulated(*left_out: str) -> Generator[ThreadedDevice, None, None]:
 
 
 def is_staged(model: nn.Module) -> bool:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     return isinstance(reducer.parts.open_route.require().on_device, StagedConductor)
 
 
 def reason_of(model: nn.Module) -> str:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     return reducer.route_reason
 
@@ -118,7 +118,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
         assert set(device.host_waits) <= {OUTSIDE}, device.host_waits
         assert is_staged(model)
         assert reason_of(model).startswith("2 hosts of 2 ranks, codecs by slices, through CPU memory")
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
         assert coded
@@ -203,7 +203,7 @@ def test_auto_chooses_by_what_staging_gives(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(StagedConductor, "seconds_of", slow)
     with simulated():
         model = train(fd.Plan(codec="auto", lossy=True, staging="always"), bad_step=None)
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert reducer.tuner is not None
         assert reducer.tuner.choice is not None
@@ -236,7 +236,7 @@ def test_codecs_that_are_asked_for_later_say_how_they_travel() -> None:
     with simulated():
         model, _ = distributed(fd.Plan())
         model(torch.ones(4, WIDTH), branch=True).sum().backward()
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert "CPU memory:" not in reducer.route_reason
         reducer.plan = replace(reducer.plan, staging="always")
@@ -256,7 +256,7 @@ def test_a_rank_that_leaves_is_named() -> None:
             model(torch.ones(4, WIDTH), branch=True).sum().backward()
             optimizer.step()
         if world.rank == 1:
-            reducer = reducer_of(model)
+            reducer = DistributedModel.of(model).reducer
             assert reducer is not None
             conductor = reducer.parts.open_route.require().on_device
             assert conductor is not None

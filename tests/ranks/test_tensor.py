@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.parallel.model import DistributedModel
 from farandole.parallel.split import split_of
-from farandole.parallel.tensor.apply_tensor import proofs_of
 from farandole.parallel.tensor.cut import check_cuts
 from farandole.parallel.tensor.layers.lazy import LazyWhole
 from farandole.parallel.tensor.layers.regions import begin_region_of_tokens, linear_of
@@ -86,7 +86,7 @@ def test_models_that_are_recognised_need_no_recipe() -> None:
     for name, make in MODELS.items():
         model = compare(make, "sgd", fd.Plan(tensor=size), name)
         assert_equal_replicas(model)
-        proofs = proofs_of(model)
+        proofs = DistributedModel.of(model).proofs
         assert proofs is not None, f"{name}: no proofs"
         assert len(proofs.proven) >= 3, f"{name}: {proofs.names}"
         if name == "encoder":  # torch's fused paths of evaluation would read the weights
@@ -105,7 +105,7 @@ def test_models_of_transformers_with_divided_tokens() -> None:
     size = fd.init().size
     for name, make in (("llama", llama), ("gpt2", gpt2), ("neox", neox)):
         model = compare(make, "sgd", fd.Plan(tensor=size, sequence_parallel=True), name)
-        proofs = proofs_of(model)
+        proofs = DistributedModel.of(model).proofs
         assert proofs is not None, f"{name}: no proofs"
         assert any("norm" in each or "ln" in each for each in summed_in(proofs)), f"{name}: {proofs.proven}"
 
@@ -157,7 +157,7 @@ def test_all_tokens_are_gathered_again_and_not_kept() -> None:
         assert len(seen) == 4, f"{len(seen)} inputs"
         kept = [not each.expired() for each in seen]
         assert not any(kept), f"{keys}: all tokens are kept: {kept}"
-        proofs = proofs_of(model)
+        proofs = DistributedModel.of(model).proofs
         assert proofs is not None, "no proofs"
         proofs.ranks.calls.clear()
         loss.backward()
@@ -169,7 +169,7 @@ def test_all_tokens_are_gathered_again_and_not_kept() -> None:
 def test_gathered_tokens_that_change_are_right_or_refused() -> None:
     """What autograd sees of tensors that it keeps itself."""
     fd.init()
-    proofs = proofs_of(apply(Language(), tensor_recipe=NAMED))
+    proofs = DistributedModel.of(apply(Language(), tensor_recipe=NAMED)).proofs
     assert proofs is not None, "no proofs"
     ranks = proofs.ranks
     torch.manual_seed(3)
@@ -301,7 +301,7 @@ def test_collectives_are_those_of_the_formula() -> None:
         fd.distribute(model, optimizer, fd.Plan(tensor=size, tensor_recipe=NAMED, sequence_parallel=by_tokens))
         x = torch.randn(2, 8, WIDTH, requires_grad=True)
         model(x).sum().backward()
-        proofs = proofs_of(model)
+        proofs = DistributedModel.of(model).proofs
         assert proofs is not None, "no proofs"
         calls, nbytes = proofs.ranks.calls, proofs.ranks.bytes
         calls.clear()
@@ -363,7 +363,7 @@ def test_logits_of_a_divided_vocabulary_are_gathered_where_they_must_be() -> Non
         "own function": lambda z: functional.cross_entropy(Doubled.apply(z).flatten(0, 1), targets.flatten()),
     }
     local = {"flat", "view", "classes second", "smoothed", "each"}
-    proofs = proofs_of(mine)
+    proofs = DistributedModel.of(mine).proofs
     assert proofs is not None, "no proofs"
     mine(tokens)  # the proof
     for name, use in uses.items():
@@ -634,7 +634,7 @@ def test_bad_input_is_refused_by_name_on_all_ranks() -> None:
     with pytest.raises(fd.PlanError, match="no repeated block of this model has a split layer"):
         apply(Wrong(""), sequence_parallel=True)
     for plan in ({"tensor_recipe": PAIR}, {"sequence_parallel": True}):
-        with pytest.raises(fd.PlanError, match="is for tensor = 2 and more"):
+        with pytest.raises(fd.PlanError, match="with tensor = 1, which divides no layer"):
             fd.Plan(**plan)
     x = torch.ones(3, WIDTH)
     model = apply(Wrong("mixed"), tensor_recipe=PAIR)

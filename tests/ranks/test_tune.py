@@ -23,7 +23,7 @@ from farandole.core.environ.tune_settings import TuneSettings
 from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import TUNED_PLAN
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from farandole.train.data.worker_cores import TunedLoaders, WorkerTrials
 from farandole.train.tune import online
 from farandole.train.tune.online import OnlineTuner
@@ -43,7 +43,7 @@ def model_of(seed: int = 1) -> nn.Sequential:
 
 
 def reducer_in(model: nn.Module) -> GradientReducer:
-    found = reducer_of(model)
+    found = DistributedModel.of(model).reducer
     assert found is not None, "two ranks exchange"
     return found
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.environ.tune_settings import TuneSettings
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from farandole.train.tune import online
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
@@ -198,7 +198,7 @@ def test_loops_that_are_left_alone(kind: str, tmp_path: Path) -> None:
         fd.distribute(model, optimizer, fd.Plan(route="flat"))
         if kind == "several":
             fd.distribute(other, torch.optim.SGD(other.parameters(), 0.1), fd.Plan(route="flat"))
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         if kind == "noise":
             reducer.measure_noise(lambda reading: None, samples=8)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.buckets.bucket import DenseBucket
-from farandole.parallel.apply import reducer_of
+from farandole.parallel.model import DistributedModel
 from farandole.train.verify.deep_check import DeepCheck
 from farandole.train.verify.joined import MeanCounts
 from farandole.train.verify.verify import Check
@@ -131,7 +131,7 @@ def test_a_mean_that_is_wrong_is_found_and_its_kind_named() -> None:
         assert text in found[GRADIENTS].answer
         assert "on ranks 0 and 1 in step " in found[GRADIENTS].answer
     model, optimizer = ready(mlp())
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None
     reducer.passes.divisor = 1.0
     assert "added up, and not divided" in examine(model, optimizer)[GRADIENTS].answer

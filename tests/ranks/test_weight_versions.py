@@ -301,7 +301,7 @@ def test_what_is_not_there_is_refused_on_every_rank() -> None:
     refused(
         PlanError, "weight_versions = 2 with sync_batch_norm", lambda: start(made(chain), sync_batch_norm=True)
     )
-    refused(PlanError, "weight_versions = 2 with codec = 'auto'", lambda: start(made(chain), codec="auto"))
+    refused(PlanError, 'weight_versions = 2 with codec = "auto"', lambda: start(made(chain), codec="auto"))
     hooked = made(chain)
     next(hooked.parameters()).register_hook(lambda gradient: gradient)
     refused(ConfigError, "has hooks on its gradient", lambda: start(hooked))

@@ -27,6 +27,7 @@ from farandole.comm.world import handshake
 from farandole.comm.world.store_sync import all_gather_json, require_same
 from farandole.comm.world.world import escape
 from farandole.core.host.open_sockets import borrowed, open_sockets
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import free_port, ranks, takes
 from tests.ranks.reference import data, mlp, own
 
@@ -379,9 +380,8 @@ def test_a_plan_of_the_launcher_and_one_of_the_script() -> None:
         with pytest.raises(fd.PlanError, match="two plans: accumulate = 3 in the script, 2 in "):
             fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(accumulate=3))
         fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
-        from farandole.parallel.apply import plan_of
 
-        assert plan_of(model) == fd.Plan(accumulate=2).with_bucket_bytes(on_device=False)
+        assert DistributedModel.of(model).plan == fd.Plan(accumulate=2).with_bucket_bytes(on_device=False)
 
 
 @ranks(2)

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.apply import sharded_of, undistribute
+from farandole.parallel.apply import undistribute
+from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import data, mlp, own
 from tests.ranks.sharded_cases import Words, batches, full, loss_of, require_close
@@ -51,7 +52,7 @@ def test_windows_with_uneven_batches_and_a_partial_one(count: int) -> None:
         loader = fd.shard(DataLoader(TensorDataset(*data(count)), batch_size=4))
         train(model, optimizer, loader, len(loader), held=held)
         require_close(model, reference, f"held {held}", 1e-5)
-    sharded = sharded_of(model)
+    sharded = DistributedModel.of(model).sharded
     assert sharded is not None, "the model is sharded"
     assert sharded.exchanges_done == len(loader), "every pass was exchanged"
 

@@ -20,6 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 import farandole as fd
 from farandole.integrations.transformers import FarandoleCallback, FarandoleMixin, FarandoleTrainer
+from farandole.parallel.model import DistributedModel
 
 JOINED, SAMPLES = 8, 17
 
@@ -134,9 +135,8 @@ class Passes(TrainerCallback):  # type: ignore[misc]
     exchanges = 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        from farandole.parallel.apply import reducer_of
 
-        reducer = reducer_of(kwargs["model"])
+        reducer = DistributedModel.of(kwargs["model"]).reducer
         self.exchanges = 0 if reducer is None else reducer.exchanges_done
 
 

@@ -151,6 +151,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "parallel": [
         ("blocks", "the repeated blocks of a model: one definition for all who ask"),
+        ("model", "the owner of all that belongs to one distributed model; names types of files above, as fields"),
         ("changed_class", "modules whose class is changed in place, and whose copies are of the plain class"),
         ("mesh", "groups and parts of the world by the degrees of a plan, and what cannot be combined"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
@@ -278,6 +279,9 @@ TO_COME: set[str] = set()
 
 LIMITS = {"attributes": 15, "keys": 60, "lines": 700}
 """The most attributes of a class, keys of a record of a file, and lines of a file."""
+
+OWNERS = ("parallel/model",)
+"""Files that name, under TYPE_CHECKING, the types of what they hold: these may lie above them."""
 
 THIN_LINES, SMALL_FOLDER = 80, 4
 """A shorter file with one importer belongs to it; a folder of fewer files is none. See `tests.style.ceilings`."""

@@ -8,6 +8,7 @@ module, else to the package's ``__init__``. Modules are written as paths: ``comm
 from __future__ import annotations
 
 import ast
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,8 @@ class Import:
     source: str
     target: str
     line: int
+    is_type: bool
+    """Whether it stands under TYPE_CHECKING, and imports nothing."""
 
 
 class Tree:
@@ -38,13 +41,17 @@ class Tree:
             self.lines[module] = text.count("\n")
         self.imports = [edge for module in self.modules for edge in self._imports_of(module)]
 
-    def edges(self) -> dict[str, set[str]]:
-        """Return module -> the modules it imports, itself left out."""
+    def edges(self, owners: Collection[str] = ()) -> dict[str, set[str]]:
+        """Return module -> the modules it imports, itself left out; of `owners` not what they name as types."""
         edges: dict[str, set[str]] = {module: set() for module in self.modules}
-        for edge in self.imports:
+        for edge in self.below(owners):
             if edge.source != edge.target:
                 edges[edge.source].add(edge.target)
         return edges
+
+    def below(self, owners: Collection[str]) -> list[Import]:
+        """Return the imports without the types of what `owners` hold."""
+        return [edge for edge in self.imports if not (edge.is_type and edge.source in owners)]
 
     def outside_imports(self, module: str) -> list[tuple[str, int]]:
         """Return the absolute names that a module imports, with their lines."""
@@ -55,10 +62,11 @@ class Tree:
 
     def _imports_of(self, module: str) -> list[Import]:
         found = []
+        types = _lines_of_types(self.modules[module])
         for name, line, attribute in _named(self.modules[module], self._dotted(module)):
             target = self._resolve(name, attribute)
             if target is not None:
-                found.append(Import(module, target, line))
+                found.append(Import(module, target, line, line in types))
         return found
 
     def _resolve(self, name: str, attribute: str) -> str | None:
@@ -88,6 +96,13 @@ def _named(tree: ast.Module, module: list[str]) -> list[tuple[str, int, str]]:
             if isinstance(wanted, ast.Constant) and isinstance(wanted.value, str):
                 found.append((wanted.value, node.lineno, ""))
     return found
+
+
+def _lines_of_types(tree: ast.Module) -> set[int]:
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    return {
+        line for each in blocks for node in each.body for line in range(node.lineno, (node.end_lineno or 0) + 1)
+    }
 
 
 def _called(function: ast.expr) -> str:

@@ -30,11 +30,12 @@ class Layout:
     file_records: dict[str, str]
     front_door: tuple[str, ...]
     environment_file: str
+    owners: tuple[str, ...] = ()
 
 
 HOUSE = Layout(
     house.PACKAGES, house.FOLDERS, house.TO_COME,
-    house.LIMITS, house.FILE_RECORDS, house.FRONT_DOOR, house.ENVIRONMENT_FILE,
+    house.LIMITS, house.FILE_RECORDS, house.FRONT_DOOR, house.ENVIRONMENT_FILE, house.OWNERS,
 )  # fmt: skip
 
 
@@ -97,7 +98,7 @@ def upward_packages(tree: Tree, layout: Layout) -> Violations:
 def upward_folders(tree: Tree, layout: Layout) -> Violations:
     """Return imports inside a package that do not go down its table."""
     found: Violations = defaultdict(int)
-    for edge in tree.imports:
+    for edge in tree.below(layout.owners):
         package = package_of(edge.source)
         if not package or package != package_of(edge.target):
             continue
@@ -117,7 +118,7 @@ def two_way_folders(tree: Tree, layout: Layout) -> Violations:
 
     pairs = {
         (place(edge.source), place(edge.target))
-        for edge in tree.imports
+        for edge in tree.below(layout.owners)
         if package_of(edge.source) and package_of(edge.target)
     }
     return {f"{a} <-> {b}": 1 for a, b in pairs if a < b and (b, a) in pairs}
@@ -127,7 +128,7 @@ def import_cycles(tree: Tree, layout: Layout) -> Violations:
     """Return groups of modules that import each other, with their sizes."""
     edges = {
         module: {target for target in targets if target not in layout.front_door}
-        for module, targets in tree.edges().items()
+        for module, targets in tree.edges(layout.owners).items()
         if module not in layout.front_door
     }
     return {", ".join(group): len(group) for group in cycles(edges)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 
@@ -46,6 +47,33 @@ def test_no_print_outside_the_command_line() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     assert [module for module, tree in source().modules.items() if not ast.get_docstring(tree)] == []
+
+
+def test_modules_that_are_started_by_name_are_there() -> None:
+    """No import shows it when a file moves that another process is started with."""
+    wrong = []
+    for module, tree in source().modules.items():
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+                continue
+            text = node.value
+            is_module = re.fullmatch(rf"farandole\.({'|'.join(house.PACKAGES)})(\.\w+)*", text)
+            if is_module and not _names_something(text.split(".")[1:]):
+                wrong.append(f"{module}:{node.lineno}: {text}")
+    assert not wrong, "a module or its attribute"
+
+
+def _names_something(parts: list[str]) -> bool:
+    """Whether it is a module, a folder of them, or what one of them defines or imports."""
+    for length in range(len(parts), 0, -1):
+        path, rest = "/".join(parts[:length]), parts[length:]
+        for module in (path, f"{path}/__init__"):
+            if module in source().modules:
+                return not rest or any(
+                    rest[0] in (getattr(node, "name", ""), getattr(node, "id", ""), getattr(node, "asname", ""))
+                    for node in ast.walk(source().modules[module])
+                )
+    return False
 
 
 def test_import_farandole_imports_no_torch() -> None:

@@ -23,7 +23,8 @@ from torch import nn
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import default_environment
 from ..core.vocabulary.errors import ConfigError
-from ..parallel.apply import distribute, plan_of, undistribute
+from ..parallel.apply import distribute, undistribute
+from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.session import init
 from .holding import holding_passes
@@ -85,7 +86,8 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
         """Place the model and apply mixed precision; it is distributed together with its optimizer."""
         prepared = super().prepare_model(model, device_placement=device_placement, evaluation_mode=True)
         trains = not evaluation_mode and any(each.requires_grad for each in prepared.parameters())
-        if trains and plan_of(prepared) is None and not any(each is prepared for each in self._waiting):
+        is_known = DistributedModel.of(prepared).plan or any(each is prepared for each in self._waiting)
+        if trains and not is_known:
             self._waiting.append(prepared)
         return prepared
 
@@ -141,7 +143,8 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
         return super().load_state(*args, **kwargs)
 
     def _refuse_sharded(self, method: str) -> None:
-        stages = {plan.zero for model in self._distributed if (plan := plan_of(model)) is not None}
+        plans = [DistributedModel.of(model).plan for model in self._distributed]
+        stages = {plan.zero for plan in plans if plan is not None}
         if self.num_processes > 1 and any(stages):
             raise ConfigError(
                 f"{method}: the optimizer's state is sharded over ranks (plan: zero = {max(stages)}), and "

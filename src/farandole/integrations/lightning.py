@@ -23,9 +23,10 @@ from typing import Any
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, Phase, Setup
-from ..parallel.apply import distribute, plan_of, undistribute
+from ..parallel.apply import distribute, undistribute
 from ..parallel.instrument.phase_hooks import ModelWatch, watch_model
 from ..parallel.instrument.wrapped import inner_optimizer
+from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.progress import log
 from ..train.record import record
@@ -225,7 +226,8 @@ class FarandoleRecorder(Callback):  # type: ignore[misc]
         record(model, list(trainer.optimizers), run_dir=self._run_dir)
         if not has_world():
             return
-        if model is pl_module and plan_of(pl_module) is None:  # its training_step is called, and not the module
+        # Its training_step is called, and not the module.
+        if model is pl_module and DistributedModel.of(pl_module).plan is None:
             self._watch = watch_model(pl_module)
         watch_loaders(world())
         world().session.recorder.record(Setup({SETUP_LOOP: LIGHTNING}))

@@ -16,8 +16,8 @@ from ..comm.world.world import world
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError
-from ..parallel.apply import plan_of
 from ..parallel.exchange_state import exchange_state, load_exchange_state
+from ..parallel.model import DistributedModel
 from ..train.checkpoint.agreement import together
 from .whole_state import (
     is_divided,
@@ -73,7 +73,7 @@ class WholeCheckpoints:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         save = partial(super()._save_optimizer_and_scheduler, output_dir)  # type: ignore[misc]
-        plan, here = plan_of(self.model_wrapped), world()
+        plan, here = DistributedModel.of(self.model_wrapped).plan, world()
         if plan is None:
             save()
             return
@@ -90,7 +90,7 @@ class WholeCheckpoints:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load = partial(super()._load_optimizer_and_scheduler, checkpoint)  # type: ignore[misc]
-        plan, here = plan_of(self.model_wrapped), world()
+        plan, here = DistributedModel.of(self.model_wrapped).plan, world()
         if checkpoint is None or plan is None:
             load()
             return

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.spec import MOST_ZERO
+from ..core.vocabulary.rules import MOST_ZERO
 from ..parallel.frozen.frozen_weight import FrozenWeight
 
 _DEGREES = ("tensor", "pipeline", "expert", "context")

@@ -46,10 +46,6 @@ def main(folder: Path) -> None:
     write_private(result_path(folder, place.rank if place else 0), cloudpickle.dumps(result))
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
-
-
 # Starting ``farandole run`` for one function, and watching it until it ends.
 
 STOP_SECONDS = 10.0
@@ -89,10 +85,9 @@ class JobEnd(NamedTuple):
 
 def run_job(words: Sequence[str], python: str, folder: Path, run_directory: Path) -> JobEnd:
     """Run the function of `folder` by ``farandole run WORDS``, in `run_directory`, and wait for its end."""
-    task = "farandole.launch.function_job.task"
     command = [
         sys.executable, "-m", "farandole", "run", "--run-dir", str(run_directory), *words,
-        "--", python, "-m", task, str(folder),
+        "--", python, "-m", "farandole.launch.function_job", str(folder),
     ]  # fmt: skip
     code, lines = _watch(command)
     said = "\n".join(lines).removeprefix("farandole: ") or f"exit code {code}"
@@ -153,3 +148,7 @@ def _pass_on(source: IO[str], sink: IO[str], kept: deque[str] | None) -> None:
             sink.flush()
         except (OSError, ValueError):
             continue  # the reader is gone; the job goes on
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from ..comm.gradients.parameters import ParameterTable
 from ..comm.world.store_sync import require_same
-from ..core.vocabulary.spec import MOST_ZERO, Plan
+from ..core.vocabulary.rules import MOST_ZERO
+from ..core.vocabulary.spec import Plan
 from .context.apply import apply_context, refuse_sequences
 from .expert.apply_expert import apply_expert, has_experts, refuse_divided_tokens, refuse_experts
 from .global_norm import watch_norms
 from .mesh import Mesh
+from .model import DistributedModel
 from .refuse_optimizers import refuse_indivisible
 from .seeds import seed_passes
 from .tensor.apply_tensor import apply_tensor, plan_tensor
@@ -48,19 +50,20 @@ def check_division(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer]
         refuse_sequences(model, plan)
 
 
-def divide_model(mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Leave of `model` what is this rank's by the degrees of `plan`; to be called by all ranks.
+def divide_model(distributed: DistributedModel, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Leave of `model` what is this rank's by the degrees of its plan; to be called by all ranks.
 
     After `check_division`.
     """
+    plan, mesh = distributed.plan_and_mesh
     tokens = None
     if mesh.size("tensor") > 1:
-        tokens = apply_tensor(model, optimizers, plan, mesh)
+        tokens = apply_tensor(distributed, model, optimizers)
     if mesh.size("expert") > 1 or has_experts(model):
         apply_expert(model, optimizers, plan, mesh, tokens)
     if mesh.size("context") > 1:
         apply_context(model, plan, mesh)
     if mesh.size("tensor", "pipeline", "expert") > 1:
-        watch_norms(model, mesh)
+        watch_norms()
     if mesh.size("tensor", "context") > 1:
-        seed_passes(model, mesh)
+        distributed.seeds = seed_passes(model, mesh)

@@ -22,9 +22,9 @@ from ..comm.world.world import world
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.spec import MOST_ZERO
-from .apply import plan_of, reducer_of, sharded_of
-from .pipeline.apply import parameters_here, pipeline_of
+from ..core.vocabulary.rules import MOST_ZERO
+from .model import DistributedModel
+from .pipeline.apply import parameters_here
 from .zero.fsdp.passes import ShardedModel
 
 VERSION = 1
@@ -66,7 +66,7 @@ def residual_layout(model: nn.Module) -> str:
 
     Where that differs, the ranks' states are merged.
     """
-    plan, here = plan_of(model), world()
+    plan, here = DistributedModel.of(model).plan, world()
     if plan is None:
         return ""
     degrees = degrees_of(plan, here.size)
@@ -119,7 +119,7 @@ def load_exchange_state(model: nn.Module, state_or_states: dict[str, Any] | Sequ
     if exchange is not None:
         exchange.load_exchange_state(entries)
     elif entries:
-        is_sharded = sharded_of(model) is not None
+        is_sharded = DistributedModel.of(model).sharded is not None
         why = "at zero = 3 this plan has no codec" if is_sharded else "a world of one rank exchanges nothing"
         warnings.warn(
             f"farandole: {why}, so what the codecs had left is dropped",
@@ -139,8 +139,7 @@ def _that_fit(
         return entries
     codecs = exchange.parts.buckets.codecs.by_name
     exact = [name for name in entries if name in codecs and codecs[name].is_exact]
-    plan = plan_of(model)
-    assert plan is not None, "distributed"
+    plan, _ = DistributedModel.of(model).plan_and_mesh
     if not exact or all(each == NONE for each in (plan.codec, *plan.codec_for.values())):
         return entries
     warnings.warn(
@@ -154,7 +153,7 @@ def _that_fit(
 
 def _of_stage(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
     """Return the entries of parameters that this rank of a pipeline has; warn of others."""
-    pipeline = pipeline_of(model)
+    pipeline = DistributedModel.of(model).pipeline
     if pipeline is None:
         return entries
     here = set() if pipeline.own is None else {name for name, _ in parameters_here(model)}
@@ -175,18 +174,14 @@ def _of_stage(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
 
 def _exchange(model: nn.Module) -> GradientReducer | ShardedModel | None:
     """Return what exchanges the gradients; None where no codec can."""
-    if plan_of(model) is None:
-        raise ConfigError(
-            "exchange state: this model is not distributed", remedy="call farandole.distribute first"
-        )
-    sharded = sharded_of(model)
-    return sharded if sharded is not None and sharded.has_codecs else reducer_of(model)
+    distributed = DistributedModel.require(model, "exchange state")
+    sharded = distributed.sharded
+    return sharded if sharded is not None and sharded.has_codecs else distributed.reducer
 
 
 def _degrees(model: nn.Module) -> Degrees:
-    plan = plan_of(model)
-    assert plan is not None, "distributed"
-    return degrees_of(plan, world().size)
+    _, mesh = DistributedModel.of(model).plan_and_mesh
+    return mesh.degrees
 
 
 def _require_parts(state: Mapping[str, Any], degrees: Degrees) -> Degrees:

@@ -11,7 +11,6 @@ that only some ranks reach ends in `Stalled`.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -25,19 +24,18 @@ from torch.nn.utils import clip_grad
 from ..comm.world.comm_errors import translated
 from ..core.vocabulary.degrees import ORDER
 from .mesh import Mesh
+from .model import DistributedModel
 from .split import is_copy, split_of
 
 _torch_norm: Callable[..., torch.Tensor] = clip_grad._get_total_norm
 _torch_clip: Callable[..., None] = clip_grad._clip_grads_with_norm_
 _torch_unscale: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
-_divided: weakref.WeakKeyDictionary[nn.Module, Mesh] = weakref.WeakKeyDictionary()
 _Owned = tuple[Iterable[torch.Tensor], Mesh]
 """Parameters of one divided model, and its mesh."""
 
 
-def watch_norms(model: nn.Module, mesh: Mesh) -> None:
-    """Let norms of the gradients of `model` be those of all ranks. See [Note: one norm of all ranks]."""
-    _divided[model] = mesh
+def watch_norms() -> None:
+    """Let norms of the gradients of divided models be those of all ranks. See [Note: one norm of all ranks]."""
     for home, name, ours in (
         (clip_grad, "_get_total_norm", _total_norm),
         (nn.utils, "get_total_norm", _total_norm),
@@ -108,8 +106,9 @@ def _owners(gradients: Sequence[torch.Tensor]) -> list[_Owned]:
     """
     wanted = {id(each) for each in gradients}
     owners: list[_Owned] = []
-    for model, mesh in list(_divided.items()):
-        if mesh.here.closed:
+    for model in DistributedModel.all():
+        _, mesh = DistributedModel.of(model).plan_and_mesh
+        if mesh.here.closed or mesh.size("tensor", "pipeline", "expert") == 1:
             continue
         known = {id(each.grad): each for each in model.parameters() if each.grad is not None}
         found = [each for key, each in known.items() if key in wanted]

@@ -12,8 +12,8 @@ from ..comm.world.part import make_part
 from ..comm.world.world import World
 from ..core.vocabulary import events
 from ..core.vocabulary.degrees import ORDER, SAME_PARAMETERS, SAME_SAMPLES, Degrees, degrees_of
+from ..core.vocabulary.rules import check
 from ..core.vocabulary.spec import Plan
-from ..plan.combinations import refuse_combinations
 
 
 class Mesh:
@@ -86,7 +86,7 @@ def make_mesh(here: World, plan: Plan) -> Mesh:
         PlanError: the degrees do not fit the number of ranks, or cannot be combined.
     """
     degrees = degrees_of(plan, here.size)
-    refuse_combinations(plan, degrees)
+    check({**vars(plan), **degrees.above_one()})
     before, here.session.degrees = here.session.degrees, degrees
     if not all(each.is_data_alone for each in (before, degrees) if each is not None):
         same = f"{degrees.rank_over(here.rank, SAME_SAMPLES)} {degrees.size_over(SAME_SAMPLES)}"

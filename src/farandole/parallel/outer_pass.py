@@ -6,7 +6,6 @@ and never the model, so it asks here.
 
 from __future__ import annotations
 
-import weakref
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,14 +25,11 @@ class OuterPass(Protocol):
         """Return what the model returns instead of `output`."""
 
 
-_outer: weakref.WeakKeyDictionary[nn.Module, OuterPass] = weakref.WeakKeyDictionary()
-
-
-def set_outer_pass(model: nn.Module, outer: OuterPass) -> None:
-    """Let what runs the code of `model` in pieces go by `outer`."""
-    _outer[model] = outer
+OUTER_PASS = "_farandole_context"
+"""The attribute of a model that has it."""
 
 
 def outer_pass_of(model: nn.Module) -> OuterPass | None:
     """Return what surrounds the passes of `model`; None if nothing does."""
-    return _outer.get(model)
+    found: OuterPass | None = vars(model).get(OUTER_PASS)
+    return found

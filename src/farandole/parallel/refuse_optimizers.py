@@ -11,30 +11,7 @@ from ..comm.world.world import World
 from ..core.vocabulary.degrees import Degrees
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
-from ..plan.combinations import refuse_codecs_of_rows
 from .optim.elementwise import why_not_by_parameters, why_not_elementwise
-from .optim.one_bit_adam import OneBitAdam
-
-
-def refuse_one_bit_adam(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise `ConfigError` for keys that need gradients, which OneBitAdam does not exchange after its warm-up."""
-    if plan.precision == "fp16" and any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise ConfigError(
-            'plan: precision = "fp16", but after its warm-up OneBitAdam exchanges no gradients that all ranks '
-            "could judge alike",
-            remedy='use precision = "bf16", or torch.optim.Adam',
-        )
-    if plan.bf16_parameters and any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise ConfigError(
-            "plan: bf16_parameters = true, but OneBitAdam exchanges momentum inside of its step, in the "
-            "parameters' type",
-            remedy="leave bf16_parameters out, or use torch.optim.Adam",
-        )
-    if plan.clip_norm is not None and any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise ConfigError(
-            f"plan: clip_norm = {plan.clip_norm}, but after its warm-up OneBitAdam exchanges no gradients to clip",
-            remedy="leave clip_norm out, or use torch.optim.Adam",
-        )
 
 
 def refuse_indivisible(optimizers: Sequence[Optimizer], degrees: Degrees) -> None:
@@ -64,15 +41,8 @@ def refuse_indivisible(optimizers: Sequence[Optimizer], degrees: Degrees) -> Non
             )
 
 
-def refuse_codecs_and_optimizers(here: World, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise `PlanError` or `ConfigError` for what ZeRO cannot divide, but for what the trial of stage 3 finds."""
-    if plan.zero in (1, 2):
-        refuse_codecs_of_rows(plan)
-    if plan.zero and any(isinstance(each, OneBitAdam) for each in optimizers):
-        raise ConfigError(
-            f"plan: zero = {plan.zero}, but OneBitAdam exchanges its momentum whole",
-            remedy="set zero = 0, or use torch.optim.Adam",
-        )
+def refuse_rows(here: World, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+    """Raise `ConfigError` for optimizers whose work stages 1 and 2 cannot divide by rows."""
     for optimizer in optimizers if here.size > 1 and plan.zero in (1, 2) else []:
         why = why_not_elementwise(optimizer)
         if why:

@@ -10,7 +10,6 @@ number of the pass. Within a split layer ranks hold different elements, and draw
 from __future__ import annotations
 
 import random
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -25,8 +24,6 @@ from .mesh import Mesh
 
 _LARGE = 2**62
 _PRIME = 0x9E3779B97F4A7C15
-
-_pass_seeds: weakref.WeakKeyDictionary[nn.Module, PassSeeds] = weakref.WeakKeyDictionary()
 
 
 class PassSeeds:
@@ -74,17 +71,12 @@ def _no_seeds() -> PassSeeds:
     return made
 
 
-def seed_passes(model: nn.Module, mesh: Mesh) -> None:
+def seed_passes(model: nn.Module, mesh: Mesh) -> PassSeeds:
     """Seed the forward passes of `model`. See [Note: seeds of a pass]. To be called by all ranks."""
     seeds = PassSeeds(mesh)
-    _pass_seeds[model] = seeds
     model.register_forward_pre_hook(seeds.enter)
     model.register_forward_hook(seeds.leave, always_call=True)
-
-
-def pass_seeds_of(model: nn.Module) -> PassSeeds | None:
-    """Return the seeds of a model's passes, for what runs its layers one by one; None if it has none."""
-    return _pass_seeds.get(model)
+    return seeds
 
 
 @contextmanager

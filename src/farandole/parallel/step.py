@@ -14,14 +14,12 @@ from torch import nn
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.spec import Plan
-from .apply import exchange_of, mesh_of, plan_of, policy_of, reducer_of
 from .context.context import Context
 from .data.tuned_micro_batches import TunedMicroBatches
 from .expert.layer import losses_of_layers
 from .instrument.inner_exchange import inner_exchange
 from .mesh import Mesh
-from .pipeline.apply import pipeline_of
+from .model import DistributedModel
 from .pipeline.micro_batches import (
     MicroBatches,
     as_call,
@@ -83,16 +81,16 @@ def step(
     """
     if not torch.is_grad_enabled():
         return evaluate(model, loss_function, inputs, targets, count=count)
-    here, plan, mesh = _distributed(model, "step")
-    pipeline = pipeline_of(model)
-    batch, total = _counted(split_batch(inputs, targets, _micro_batches(model, plan)), count)
+    distributed, here = DistributedModel.require(model, "fd.step"), world()
+    _, mesh = distributed.plan_and_mesh
+    pipeline, policy = distributed.pipeline, distributed.policy
+    batch, total = _counted(split_batch(inputs, targets, _micro_batches(distributed)), count)
     if isinstance(pipeline, DelayedPipeline):
         _refuse_delayed(mesh, held=here.session.holds_passes, counts=count is not None, adds=bool(balance or z))
         unequal = None if count is not None else batch.unequal()
         trained = pipeline.train(loss_function, batch, share=here.session.batch_weight.factor, is_unequal=unequal)
-        _exchange_ended(model, trained.share)
+        _exchange_ended(distributed, trained.share)
         return trained.loss
-    policy = policy_of(model)
     is_alone = policy is not None and policy.is_local
     if count is not None and not is_alone:
         weight(total)
@@ -136,13 +134,12 @@ def drain(model: nn.Module) -> bool:
         ConfigError: the model is not distributed, or a step of it was interrupted.
         PeerLost: another rank is gone.
     """
-    _distributed(model, "drain")
-    policy = policy_of(model)
-    if policy is not None:
-        policy.drain()
-    pipeline = pipeline_of(model)
+    distributed = DistributedModel.require(model, "fd.drain")
+    if distributed.policy is not None:
+        distributed.policy.drain()
+    pipeline = distributed.pipeline
     share = pipeline.drain() if isinstance(pipeline, DelayedPipeline) else None
-    _exchange_ended(model, share)
+    _exchange_ended(distributed, share)
     return share is not None
 
 
@@ -177,8 +174,9 @@ def evaluate(
         Mismatch: the ranks of one pipeline were given different batches.
         PeerLost: another rank is gone.
     """
-    here, plan, mesh = _distributed(model, "evaluate")
-    most = _micro_batches(model, plan)
+    distributed, here = DistributedModel.require(model, "fd.evaluate"), world()
+    _, mesh = distributed.plan_and_mesh
+    most = _micro_batches(distributed)
     with torch.no_grad():
         samples = samples_in((inputs, targets))
         size = whole_parts(_everyones(here, samples), most) if most > 1 else 1
@@ -197,7 +195,7 @@ def _tuned(
 
     `whole`: inputs and targets. `adds`: whether layers add losses.
     """
-    samples, reducer, divided = samples_in(whole), reducer_of(model), batch
+    samples, reducer, divided = samples_in(whole), DistributedModel.of(model).reducer, batch
     weighed = here.session.batch_weight.count_number and count is None
     is_even = all(len(each) == samples for each in tensors_of(whole) if each.dim())
     problem = "balance and z are means over a whole batch" if adds else ""
@@ -235,16 +233,6 @@ def _is_same_loss(
     return not tuned.problem
 
 
-def _distributed(model: nn.Module, name: str) -> tuple[World, Plan, Mesh]:
-    plan, mesh = plan_of(model), mesh_of(model)
-    if plan is None or mesh is None:
-        raise ConfigError(
-            f"fd.{name}: this {type(model).__name__} is not distributed",
-            remedy="model, optimizer = farandole.distribute(model, optimizer)",
-        )
-    return world(), plan, mesh
-
-
 def _refuse_delayed(mesh: Mesh, *, held: bool, counts: bool, adds: bool) -> None:
     """Refuse what a step with two versions of the weights cannot do, on every rank alike."""
     weighed = mesh.here.session.batch_weight.count_number and mesh.here.size > mesh.size("pipeline")
@@ -262,16 +250,15 @@ def _refuse_delayed(mesh: Mesh, *, held: bool, counts: bool, adds: bool) -> None
             raise ConfigError(f"fd.step: plan: weight_versions = 2 does not do {what}", remedy=remedy)
 
 
-def _exchange_ended(model: nn.Module, share: float | None) -> None:
+def _exchange_ended(distributed: DistributedModel, share: float | None) -> None:
     """Let replicas exchange the gradients of a batch that has ended; `share`: of its samples, None if none has."""
-    reducer = reducer_of(model)
-    if share is not None and reducer is not None:
-        reducer.exchange(share=share)
+    if share is not None and distributed.reducer is not None:
+        distributed.reducer.exchange(share=share)
 
 
-def _micro_batches(model: nn.Module, plan: Plan) -> int:
-    pipeline = pipeline_of(model)
-    return (plan.micro_batches or 1) if pipeline is None else pipeline.micro_batches
+def _micro_batches(distributed: DistributedModel) -> int:
+    plan, _ = distributed.plan_and_mesh
+    return (plan.micro_batches or 1) if distributed.pipeline is None else distributed.pipeline.micro_batches
 
 
 def _counted(parts: list[tuple[Any, Any]], count: CountFunction | None) -> tuple[MicroBatches, float]:
@@ -300,16 +287,16 @@ def _passes(
     layer_loss: LayerLoss | None = None,
 ) -> torch.Tensor:
     """Run the passes of `batch`; return this rank's mean loss. `held`: its gradients are exchanged later."""
-    pipeline, before = pipeline_of(model), here.session.holds_passes
+    distributed, before = DistributedModel.of(model), here.session.holds_passes
+    pipeline = distributed.pipeline
     try:
         if pipeline is None:
             return _plain(here, model, loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(True)
         loss = pipeline.step(loss_function, batch, held=held, layer_loss=layer_loss)
         here.session.hold_passes(before)
-        exchange = exchange_of(model)
-        if exchange is not None and not held and torch.is_grad_enabled():
-            exchange.flush()
+        if distributed.exchange is not None and not held and torch.is_grad_enabled():
+            distributed.exchange.flush()
         return loss
     finally:
         here.session.hold_passes(before)

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from ..comm.gradients.grad_ownership import drop_grads
 from ..comm.world.store_sync import all_gather_json
-from ..comm.world.world import World
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import Plan
+from .model import DistributedModel
 from .optim.step_hooks import is_nested_step
 
 
@@ -40,7 +40,6 @@ class TrainSchedule:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self._model = weakref.ref(model)
         self._entries = sorted((int(step), patterns.split()) for step, patterns in plan.train_schedule.items())
-        self.is_over = False
 
     def apply(self) -> None:
         """Let those parameters train whose turn it is."""
@@ -60,22 +59,20 @@ class TrainSchedule:
     def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Count a step of the optimizer."""
         model = self._model()
-        if model is None or self.is_over or is_nested_step(optimizer):
+        if model is None or is_nested_step(optimizer):
             return
         _progress[model].steps += 1
         if any(step == _progress[model].steps for step, _ in self._entries):
             self.apply()
 
 
-_schedules: weakref.WeakKeyDictionary[nn.Module, TrainSchedule] = weakref.WeakKeyDictionary()
-
-
-def begin_schedule(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
+def begin_schedule(distributed: DistributedModel, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Freeze and unfreeze the parameters of `model` as the plan says, from now on.
 
     Steps are those of the first optimizer. Raises `PlanError`, on every rank, for a pattern that names no
     parameter that trains.
     """
+    plan, mesh = distributed.plan_and_mesh
     if not plan.train_schedule:
         return
     progress = _progress.setdefault(model, _Progress())
@@ -84,7 +81,7 @@ def begin_schedule(here: World, model: nn.Module, optimizers: Sequence[Optimizer
     names = progress.governed
     patterns = [each for value in plan.train_schedule.values() for each in value.split()]
     useless = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
-    answers = [answer for answer in all_gather_json(here, "train schedule", useless) if answer]
+    answers = [answer for answer in all_gather_json(mesh.here, "train schedule", useless) if answer]
     if answers:
         progress.governed = None
         raise PlanError(
@@ -92,25 +89,19 @@ def begin_schedule(here: World, model: nn.Module, optimizers: Sequence[Optimizer
             "require gradients",
             remedy="patterns are of names in model.named_parameters()",
         )
-    schedule = _schedules[model] = TrainSchedule(model, plan)
+    schedule = distributed.schedule = TrainSchedule(model, plan)
     schedule.apply()
-    optimizers[0].register_step_post_hook(schedule.after_step)
-
-
-def end_schedule(model: nn.Module) -> None:
-    """Let the model train what it trains now."""
-    schedule = _schedules.pop(model, None)
-    if schedule is not None:
-        schedule.is_over = True
+    distributed.hooks.append(optimizers[0].register_step_post_hook(schedule.after_step))
 
 
 def scheduled_steps(model: nn.Module) -> int | None:
     """Return the steps that the schedule of a model has counted; None without a schedule."""
-    return _progress[model].steps if model in _schedules else None
+    return None if DistributedModel.of(model).schedule is None else _progress[model].steps
 
 
 def resume_schedule(model: nn.Module, steps: int) -> None:
     """Go on after `steps`, as when a checkpoint is loaded, now or when the model is distributed."""
     _progress.setdefault(model, _Progress()).steps = steps
-    if model in _schedules:
-        _schedules[model].apply()
+    schedule = DistributedModel.of(model).schedule
+    if schedule is not None:
+        schedule.apply()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ..comm.world.world import world
 from ..core.vocabulary.errors import ConfigError
-from ..parallel.apply import distributed_here, plan_of
+from ..parallel.model import DistributedModel
 
 
 @contextmanager
@@ -35,8 +35,8 @@ def accumulate(hold: bool = True) -> Iterator[None]:
         )
     if session.holds_passes:
         raise ConfigError("accumulate: the context is inside another fd.accumulate", remedy="enter it once a pass")
-    for model in distributed_here(world()):
-        plan = plan_of(model)
+    for model in DistributedModel.all_of(world()):
+        plan = DistributedModel.of(model).plan
         if plan is not None and plan.accumulate != 1:
             raise ConfigError(
                 f"accumulate: the plan says accumulate = {plan.accumulate}, and the loop holds passes itself",

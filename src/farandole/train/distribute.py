@@ -16,6 +16,7 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import MEASURED, SyncSpec
 from ..parallel import apply
+from ..parallel.model import DistributedModel
 from ..parallel.optim.elementwise import why_not_elementwise
 from ..sync.local_steps import LocalSteps
 from ..sync.measured import MeasuredSync
@@ -70,12 +71,7 @@ def averaged(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: the model is not distributed.
     """
-    if apply.plan_of(model) is None:
-        raise ConfigError(
-            f"fd.averaged: this {type(model).__name__} is not distributed",
-            remedy="model, optimizer = farandole.distribute(model, optimizer)",
-        )
-    policy = apply.policy_of(model)
+    policy = DistributedModel.require(model, "fd.averaged").policy
     if policy is None:
         yield
         return

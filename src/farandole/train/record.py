@@ -28,11 +28,11 @@ from ..core.vocabulary.events import FSDP2, SETUP_WRAPPER, WRAPPERS, Setup
 from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..launch.start.request import vain_plan
-from ..parallel.apply import distributed_models
 from ..parallel.data.model_changes import shared_with
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
 from ..parallel.instrument.training_facts import watch_buckets
 from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
+from ..parallel.model import DistributedModel
 from .data.loader import ShardedLoader
 from .data.loader_watch import time_iteration, watch_loaders
 from .session import init
@@ -112,7 +112,7 @@ def _record_model(model: Any, here: World) -> None:
     if wrapper is not None:
         watch.take_buckets = watch_buckets(wrapper)
     name = wrapper_of(model if wrapper is None else wrapper)
-    if name and not shared_with(model, distributed_models()):
+    if name and not shared_with(model, DistributedModel.all()):
         note_wrapper(here, name)
         if name == FSDP2:
             watch_units(model, here)

@@ -11,11 +11,9 @@ from farandole.cli.main import run
 from farandole.core.schedule.actions import Action
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import BatchesInARow, StageTimes, in_flight, simulate
-from farandole.core.vocabulary.degrees import Degrees
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
-from farandole.plan.combinations import refuse_combinations
 from farandole.plan.cost.predict import predict
 from farandole.plan.search.request import SearchRequest
 from tests.unit.plan.cost.cases import cluster_of, transformer
@@ -66,7 +64,7 @@ def test_it_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     ("keys", "message"),
     [
         ({"weight_versions": 3}, "weight_versions = 3, expected 1, or 2"),
-        ({"weight_versions": 2}, "weight_versions = 2 is for a pipeline"),
+        ({"weight_versions": 2}, "weight_versions = 2 with pipeline = 1"),
         ({"weight_versions": 2, "pipeline": 2, "schedule": "gpipe"}, 'with schedule = "gpipe"'),
         ({"weight_versions": 2, "pipeline": 2, "schedule": "zb-h1"}, 'with schedule = "zb-h1"'),
         ({"weight_versions": 2, "pipeline": 4, "micro_batches": 3}, "micro_batches = 3 and pipeline = 4"),
@@ -81,7 +79,7 @@ def test_keys_that_contradict_it_are_refused(keys: dict[str, Any], message: str)
 def test_other_degrees_are_refused(degree: str) -> None:
     keys: dict[str, Any] = {degree: 2, **({"zero": 3} if degree == "shard" else {})}
     with pytest.raises(PlanError, match=f"weight_versions = 2 with {degree} = 2"):
-        refuse_combinations(Plan(pipeline=2, weight_versions=2, **keys), Degrees(pipeline=2, **{degree: 2}))
+        Plan(pipeline=2, weight_versions=2, **keys)
 
 
 def test_it_is_priced_and_never_proposed() -> None:

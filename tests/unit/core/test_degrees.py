@@ -54,7 +54,7 @@ def test_degrees_that_do_not_fit_are_refused(plan: Plan, size: int, message: str
     [
         ({"tensor": 0}, 'tensor = 0, expected at least 1, or "rest"'),
         ({"tensor": "half"}, "tensor: expected"),
-        ({"shard": 2}, "shard = 2, but zero = 0 shards nothing"),
+        ({"shard": 2}, "shard = 2 with zero = 0, which shards nothing"),
         ({"shard": 2, "zero": 3, "shard_within": "host"}, "say who shares"),
     ],
 )

@@ -127,8 +127,8 @@ def test_the_split_is_the_best_one() -> None:
         ({"pipeline": 2, "micro_batches": -1}, "expected a number from 1"),
         ({"pipeline": 2, "accumulate": 2}, "set micro_batches instead of accumulate"),
         ({"micro_batches": 4, "accumulate": 2}, "set micro_batches instead of accumulate"),
-        ({"schedule": "gpipe"}, "schedule = 'gpipe' is for a pipeline"),
-        ({"pipeline_cuts": ["a"]}, "is for a pipeline"),
+        ({"schedule": "gpipe"}, 'schedule = "gpipe" with pipeline = 1'),
+        ({"pipeline_cuts": ["a"]}, "there is no pipeline"),
         ({"pipeline": 2, "pipeline_cuts": [1.5]}, "a list of texts"),
     ],
 )

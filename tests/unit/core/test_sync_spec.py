@@ -6,7 +6,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.core.vocabulary.sync_spec import NOT_WITH_SYNC, SyncSpec
+from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.search.request import SearchRequest
@@ -69,10 +69,6 @@ def test_what_does_not_go_with_it_is_refused_with_the_reason(keys: dict[str, obj
     with pytest.raises(PlanError, match=f"sync.*{name}|{name}.*sync"):
         Plan(sync="local:H=4", **keys)  # type: ignore[arg-type]
     Plan(**keys)  # type: ignore[arg-type]
-
-
-def test_every_key_that_does_not_go_with_it_is_one_of_a_plan() -> None:
-    assert set(NOT_WITH_SYNC) <= set(Plan().to_mapping())
 
 
 @pytest.mark.parametrize(("steps", "fragments"), [(30, 1), (30, 5), (6, 3), (4, 4), (1, 1)])

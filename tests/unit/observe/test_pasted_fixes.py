@@ -36,11 +36,11 @@ from farandole.core.vocabulary.events import (
     SETUP_PLAN,
     SETUP_ROWS_IN_STEP,
 )
+from farandole.core.vocabulary.rules import check
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose
 from farandole.observe.diagnose.facts.finding import KINDS
 from farandole.observe.diagnose.facts.step_table import StepTable
 from farandole.observe.diagnose.finders.front_ends import in_words_of
-from farandole.plan.combinations import refuse_codecs_of_rows, refuse_combinations
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 from tests.unit.observe.test_diagnose_truths import TRUTHS
 from tests.unit.observe.test_divided_runs import Training, write
@@ -244,8 +244,7 @@ def _command(words: Sequence[str]) -> None:
     plan = read_plan(options.plan, options.settings)
     if plan is not None:
         size = options.size if name == "run" else options.hosts * options.slots
-        refuse_combinations(plan, degrees_of(plan, size))
-        refuse_codecs_of_rows(plan)
+        check({**vars(plan), **degrees_of(plan, size).above_one()})
     return None
 
 

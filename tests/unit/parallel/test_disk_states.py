@@ -220,7 +220,7 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match="parameters are on meta, expected the CPU") as caught:
         disk_states.reserve_states(fd.world(), there, plan, lambda each: each.shape)
     assert caught.value.remedy == 'set offload = "none"'
-    with pytest.raises(PlanError, match='but offload = "none"'):
+    with pytest.raises(PlanError, match='with offload = "none"'):
         fd.Plan(offload_directory="/var/tmp")
 
     def full(*_: Any) -> None:

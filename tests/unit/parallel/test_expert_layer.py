@@ -140,7 +140,7 @@ def test_a_router_that_gives_nan_is_named() -> None:
 
 
 def test_a_codec_without_experts_elsewhere_is_refused() -> None:
-    with pytest.raises(PlanError, match='expert_codec = "int8" has no effect with expert = 1'):
+    with pytest.raises(PlanError, match='expert_codec = "int8" with expert = 1: no token travels'):
         Plan(expert_codec="int8")
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.combinations import lossy_keys
 from farandole.plan.search.space import fixed_is_lossy, is_lossy
 
 
@@ -16,16 +15,16 @@ def test_a_codec_is_lossy_and_a_permission_is_not_at_every_stage(zero: int) -> N
     assert not is_lossy(Plan(zero=zero))
     assert not is_lossy(Plan(zero=zero, lossy=True)), "nothing chooses by it"
     assert is_lossy(Plan(zero=zero, codec="int8"))
-    assert lossy_keys(Plan(zero=zero, codec="int8", lossy=True)) == {"codec": "int8"}
+    assert Plan(zero=zero, codec="int8", lossy=True).lossy_keys() == {"codec": "int8"}
     if zero:
-        assert lossy_keys(Plan(zero=zero, weight_codec="int8")) == {"weight_codec": "int8"}
+        assert Plan(zero=zero, weight_codec="int8").lossy_keys() == {"weight_codec": "int8"}
     assert not is_lossy(Plan(zero=zero, frozen_codec="int4")), "stored, not exchanged"
 
 
 def test_auto_is_lossy_by_permission() -> None:
     assert not is_lossy(Plan(codec="auto"))
     assert is_lossy(Plan(codec="auto", lossy=True))
-    assert lossy_keys(Plan(codec_for={"a.*": "int4", "b.*": "none"})) == {"codec": "int4"}
+    assert Plan(codec_for={"a.*": "int4", "b.*": "none"}).lossy_keys() == {"codec": "int4"}
 
 
 @pytest.mark.parametrize(

@@ -260,8 +260,8 @@ def test_a_change_that_gains_too_little_is_taken_back() -> None:
         ({"balance": "2,1", "expert": 2}, "with expert = 2"),
         ({"balance": "2,1", "micro_batches": 2}, "with micro_batches = 2"),
         ({"balance": "speed", "zero": 3}, "with zero = 3"),
-        ({"balance": "speed", "zero": 1, "overlap_gather": True}, "with overlap_gather = True"),
-        ({"balance": "speed", "sync_batch_norm": True}, "with sync_batch_norm = True"),
+        ({"balance": "speed", "zero": 1, "overlap_gather": True}, "with overlap_gather = true"),
+        ({"balance": "speed", "sync_batch_norm": True}, "with sync_batch_norm = true"),
     ],
 )
 def test_plans_that_are_refused(keys: dict[str, object], said: str) -> None:

@@ -22,7 +22,7 @@ from ...comm.named_ops.engine import NamedOpsEngine
 from ...comm.named_ops.operations import Request
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...parallel.apply import reducer_of
+from ...parallel.model import DistributedModel
 from ...train.verify.verify import Check, fingerprint
 from .codecs_check import FORMS, ON_THE_CPU, WITHOUT_CODEC, CodecRun, Form, difference, operations_with_other_bits
 from .subject import CPU, Subject
@@ -99,7 +99,7 @@ def train(forms: Sequence[Form], world: World, device: torch.device, *, scaled: 
             nn.utils.clip_grad_norm_(parameters, _CLIP_NORM)
         scaler.step(optimizer)
         scaler.update()
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     assert reducer is not None, "several ranks have one"
     entries = reducer.exchange_state()
     kept = [entries[name]["elements"].get("residual") if name in entries else None for name in names]

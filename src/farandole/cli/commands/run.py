@@ -12,9 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...core.environ.env import BACKEND, RECORD, VERBOSE, inherited_environment
-from ...core.environ.job_plan import read_plan, refuse_elastic
+from ...core.environ.job_plan import read_plan
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.rules import check
 from ...core.vocabulary.units import format_seconds
 from ...launch.job.contract import GRACE_SECONDS
 from ...launch.output.style import OutputStyle, PrefixName
@@ -130,7 +131,8 @@ def main(arguments: Sequence[str]) -> int:
     request = replace(request, remote=read_remote_options(options), typed_command=("farandole", "run", *arguments))
     status = no_status if options.quiet else _latest_progress
     if request.elastic is not None:
-        refuse_elastic(request.plan)
+        if request.plan is not None:
+            check({**vars(request.plan), "elastic": True})
         from ...launch.start.elastic import start_elastic
 
         if options.dry_run:

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..vocabulary.config import parse_settings
-from ..vocabulary.degrees import is_unequal
 from ..vocabulary.errors import ConfigError, PlanError
 from ..vocabulary.spec import Plan
-from ..vocabulary.sync_spec import EVERY_STEP
 from .env import read_run_settings
 
 
@@ -97,28 +95,6 @@ def resolve_plan(given: Plan | None) -> Plan:
         )
         raise PlanError(f"two plans: {differences}", remedy="drop the plan of the script, or that of the command")
     return launched
-
-
-def refuse_elastic(plan: Plan | None) -> None:
-    """Raise `PlanError` for a plan that an elastic job cannot follow: shards are gone with their rank."""
-    if plan is not None and plan.zero:
-        raise PlanError(
-            f"plan: zero = {plan.zero} in an elastic job: a rank that is lost takes its shards with it, and the "
-            "others cannot go on from their memory",
-            remedy="leave --min-np and --host-discovery-script out, save checkpoints (fd.Checkpointer), and start "
-            "the job again with the ranks that are left: fd.load takes any number; or set zero = 0",
-        )
-    if plan is not None and plan.sync != EVERY_STEP:
-        raise PlanError(
-            f'plan: sync = "{plan.sync}" in an elastic job, whose ranks change, is not there yet',
-            remedy="leave sync out; or save checkpoints (fd.Checkpointer), and start the job again with the ranks "
-            "that are left",
-        )
-    if plan is not None and is_unequal(plan.balance):
-        raise PlanError(
-            f'plan: balance = "{plan.balance}" in an elastic job, whose ranks change, is not there yet',
-            remedy="leave balance out",
-        )
 
 
 def plan_with_requests(requests: Mapping[str, PlanRequest]) -> JobPlan:

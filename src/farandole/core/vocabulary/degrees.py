@@ -12,7 +12,7 @@ activations alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
@@ -115,10 +115,13 @@ class Degrees:
         """Return the first of the ranks that differ in the degrees `names` alone, of each such group."""
         return [rank for rank in range(self.size) if not any(self.place(rank)[name] for name in names)]
 
+    def above_one(self) -> dict[str, int]:
+        """Return the degrees above 1, in order."""
+        return {name: getattr(self, name) for name in ORDER if getattr(self, name) > 1}
+
     def __str__(self) -> str:
         """The degrees above 1, such as ``data 2 x tensor 4``."""
-        parts = [f"{name} {getattr(self, name)}" for name in ORDER if getattr(self, name) > 1]
-        return " x ".join(parts) or "data 1"
+        return " x ".join(f"{name} {size}" for name, size in self.above_one().items()) or "data 1"
 
 
 class MeshPlace:
@@ -274,40 +277,3 @@ def shares_of(balance: str) -> tuple[float, ...]:
             remedy='leave out a rank that is to train on nothing (start fewer), or use balance = "speed"',
         )
     return shares
-
-
-_IN_PASSES = "whose ranks wait for each other in a pass"
-NOT_WITH_BALANCE: Final[Mapping[str, tuple[Collection[object], bool, str]]] = {
-    "pipeline": ((1,), False, _IN_PASSES),
-    "expert": ((1,), False, _IN_PASSES),
-    "context": ((1,), False, _IN_PASSES),
-    "tensor": ((1,), False, _IN_PASSES),
-    "micro_batches": ((0, 1), False, "which must divide each rank's samples"),
-    "zero": ((0, 1, 2), True, "where ranks wait for parameters in each pass"),
-    "overlap_gather": ((False,), True, "where ranks wait for parameters in the forward pass"),
-    "sync": (("every_step",), False, "whose meetings weigh ranks by their samples, is not there yet"),
-    "sync_batch_norm": ((False,), True, "where ranks wait for statistics in each pass"),
-}
-"""Keys of a plan with the values that `balance` goes with, whether only "speed" is ruled out, and why."""
-
-
-def goes_with_speed(others: Mapping[str, object]) -> bool:
-    """Return whether a plan of these keys could have measured shares."""
-    return all(others[name] in fit for name, (fit, _, _) in NOT_WITH_BALANCE.items())
-
-
-def refuse_balance_keys(balance: str, cap: int, others: Mapping[str, object]) -> None:
-    """Raise `PlanError` for unequal shares that are none, or that one of `NOT_WITH_BALANCE` rules out."""
-    shares_of(balance)
-    if cap < 0 or (cap and not is_unequal(balance)):
-        raise PlanError(
-            f'plan: balance_cap = {cap} with balance = "{balance}", expected samples of a batch from 1, with '
-            "unequal shares, or 0 for no limit",
-            remedy='leave balance_cap out, or set balance = "speed"',
-        )
-    for name, (fit, of_speed_alone, why) in NOT_WITH_BALANCE.items():
-        if is_unequal(balance) and others[name] not in fit and (balance == SPEED or not of_speed_alone):
-            raise PlanError(
-                f'plan: balance = "{balance}" with {name} = {others[name]!r}, {why}',
-                remedy=f"leave balance or {name} out",
-            )

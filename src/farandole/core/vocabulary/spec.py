@@ -11,40 +11,30 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .codec_spec import AUTO, NONE, OPTIONS, CodecSpec
+from .codec_spec import NONE, CodecSpec
 from .config import PLAN_TABLES, build, flatten, read_mapping, settle
-from .degrees import EQUAL, NOT_WITH_BALANCE, ORDER, REST, Degree, refuse_balance_keys
+from .degrees import EQUAL, REST, Degree, shares_of
 from .errors import PlanError
 from .predicted import refuse_impossible
-from .schedule_names import DEFAULT_SCHEDULE, refuse_pipeline_keys, refuse_train_schedule
+from .rules import MOST_ZERO, check
+from .schedule_names import DEFAULT_SCHEDULE, refuse_train_schedule, require_schedule
 from .suggestions import did_you_mean, upgrade_remedy
-from .sync_spec import EVERY_STEP, NOT_WITH_SERVERS, NOT_WITH_SYNC, refuse_sync_keys
+from .sync_spec import EVERY_STEP, SyncSpec
 
 PLAN_VERSION = 1
 USUAL_BUCKET_BYTES, DEVICE_BUCKET_BYTES = 4 * 2**20, 25 * 2**20
 """The sizes of buckets where a plan leaves it open. An exchange is longer to start on an accelerator."""
-MOST_CONNECTIONS = 16
-MOST_ZERO = 3
-"""The last stage of ZeRO (Rajbhandari et al. 2020, section 5): states, gradients and parameters are sharded."""
 TENSOR_WORDS = ("columns", "rows", "vocabulary", "attention", "whole", "divide")
 """What `tensor_recipe` says of a layer; and "divide" of a whole number of a module, such as a count of heads."""
-_OF_BUCKETS = (
-    "bucket_bytes", "first_bucket_bytes", "codec_for", "route",
-    "connections", "congestion_control", "staging",
-)  # fmt: skip
 RouteName = Literal["flat", "shared", "hierarchical"]
 _GONE_ROUTES = ("server", "sharded_server")
 _GONE_KEYS: dict[str, Any] = {"ranks_per_switch": 0, "switch_of": {}}
 """Keys of earlier versions, with what a plan had that did not set them."""
-_CONGESTION_CONTROL = re.compile(r"[a-z0-9_-]{1,15}")
-"""Longer names Linux does not have."""
 _WRITES = "farandole plan ... --out FILE writes one; docs/plan.md has its keys, to write one by hand"
 
 
@@ -160,170 +150,30 @@ class Plan:
                 remedy=upgrade_remedy(),
             )
         refuse_impossible(self.predicted)
-        for name in ("version", "bucket_bytes", "first_bucket_bytes", "accumulate", "connections"):
-            value, least = getattr(self, name), int(name != "bucket_bytes")
-            if value < least:
-                raise PlanError(f"plan: {name} = {value}, expected at least {least}")
-        self._refuse_degrees()
-        self._refuse_tensor()
-        refuse_pipeline_keys(
-            pipeline=self.pipeline, schedule=self.schedule, chunks=self.chunks, micro_batches=self.micro_batches,
-            cuts=self.pipeline_cuts, accumulate=self.accumulate, weight_versions=self.weight_versions,
-        )  # fmt: skip
-        self._refuse_shards()
-        self._refuse_no_patterns()
-        self._refuse_precision()
-        self._refuse_memory()
-        others = {name: getattr(self, name) for name in (*NOT_WITH_BALANCE, *NOT_WITH_SYNC, *NOT_WITH_SERVERS)}
-        refuse_balance_keys(self.balance, self.balance_cap, others)
-        is_auto, is_coded = self.codec == AUTO, self.codec != NONE
-        refuse_sync_keys(self.sync, others, is_auto=is_auto, is_lossy=self.lossy, is_coded=is_coded)
-        if self.connections > MOST_CONNECTIONS:
-            raise PlanError(f"plan: connections = {self.connections}, expected at most {MOST_CONNECTIONS}")
-        if self.congestion_control and not _CONGESTION_CONTROL.fullmatch(self.congestion_control):
-            raise PlanError(
-                f"plan: congestion_control = {self.congestion_control!r}, expected a name such as cubic or bbr"
-            )
-        if self.clip_norm is not None and not (0 < self.clip_norm < math.inf):
-            raise PlanError(f"plan: clip_norm = {self.clip_norm}, expected a positive number or none")
-        for where, codec in (
-            ("plan: codec", self.codec),
-            *((f"plan: codec_for.{p}", c) for p, c in self.codec_for.items()),
-        ):
-            CodecSpec.parse(codec, where=where)
-        if not (0 < self.timeout_seconds < math.inf):
-            raise PlanError(f"plan: timeout_seconds = {self.timeout_seconds}, expected a positive number")
-        if not (0 <= self.stall_seconds < math.inf):
-            raise PlanError(f"plan: stall_seconds = {self.stall_seconds}, expected a number from 0 (0: never)")
-
-    def _refuse_degrees(self) -> None:
-        for name in ORDER:
-            value = getattr(self, name)
-            if value != REST and value < 1:
-                raise PlanError(f'plan: {name} = {value}, expected at least 1, or "rest"')
-        if self.context_kind != "auto" and self.context == 1:
-            raise PlanError(
-                f'plan: context_kind = "{self.context_kind}", but context = 1 divides no sequences',
-                remedy="set context to the number of ranks that divide a sequence, or leave context_kind out",
-            )
-        if self.expert_codec != NONE and self.expert == 1:
-            raise PlanError(
-                f'plan: expert_codec = "{self.expert_codec}" has no effect with expert = 1: no token travels',
-                remedy="leave expert_codec out, or set expert to a number of ranks",
-            )
-        if self.shard != 1 and self.zero == 0:
-            raise PlanError(
-                f"plan: shard = {self.shard!r}, but zero = 0 shards nothing",
-                remedy="say what is sharded: zero = 3 (parameters too), 2 (gradients) or 1 (optimizer states)",
-            )
-        if self.shard != 1 and self.shard_within != "world":
-            raise PlanError(
-                f'plan: shard = {self.shard!r} and shard_within = "{self.shard_within}" say who shares',
-                remedy="leave one of them out",
-            )
-
-    def _refuse_tensor(self) -> None:
-        for name, default in (("tensor_recipe", {}), ("sequence_parallel", False)):
-            if self.tensor == 1 and getattr(self, name) != default:
-                raise PlanError(
-                    f"plan: {name} = {getattr(self, name)!r} is for tensor = 2 and more, but tensor = 1",
-                    remedy=f"leave {name} out, or set tensor",
-                )
-        if self.tensor != 1 and self.train_schedule:
-            raise PlanError(
-                f"plan: train_schedule with tensor = {self.tensor!r} is not there yet",
-                remedy="leave train_schedule out, or set tensor = 1",
-            )
         for pattern, word in self.tensor_recipe.items():
             if word not in TENSOR_WORDS:
                 raise PlanError(
                     f"plan: tensor_recipe: {pattern!r} = {word!r}, expected one of {', '.join(TENSOR_WORDS)}",
                     remedy=did_you_mean(word, TENSOR_WORDS),
                 )
-
-    def _refuse_shards(self) -> None:
-        if not 0 <= self.zero <= MOST_ZERO:
-            raise PlanError(f"plan: zero = {self.zero}, expected 0 to 3", remedy="3 shards most (docs/zero.md)")
-        if self.overlap_gather and self.zero not in (1, 2):
-            raise PlanError(
-                f"plan: overlap_gather = true is for zero = 1 and 2, but zero = {self.zero}",
-                remedy="leave overlap_gather out, or set zero = 1",
-            )
-        if self.zero == MOST_ZERO:
-            self._refuse_without_buckets()
-            return
-        for name, default, least in (("shard_within", "world", MOST_ZERO), ("weight_codec", NONE, 1)):
-            if getattr(self, name) != default and self.zero < least:
-                stages = str(least) if least == MOST_ZERO else f"{least} to {MOST_ZERO}"
-                raise PlanError(
-                    f'plan: {name} = "{getattr(self, name)}" is for zero = {stages}, but zero = {self.zero}',
-                    remedy=f"leave {name} out, or set zero = {least}",
-                )
-
-    def _refuse_without_buckets(self) -> None:
-        """At stage 3 torch's units travel by our process group: keys of buckets and routes have no effect."""
-        defaults = {each.name: each.default for each in dataclasses.fields(self)}
-        for name in _OF_BUCKETS:
-            value = getattr(self, name)
-            if value != (defaults[name] if defaults[name] is not dataclasses.MISSING else {}):
-                raise PlanError(
-                    f"plan: {name} = {value!r} has no effect at zero = {MOST_ZERO}, where whole blocks travel",
-                    remedy=f"leave {name} out, or set zero = 0",
-                )
-        codec = CodecSpec.parse(self.codec, where="plan: codec")
-        if not codec.works_on_shards:
-            fit = [name for name in OPTIONS if CodecSpec.parse(name).works_on_shards]
-            raise PlanError(
-                f"plan: codec = {self.codec!r} needs whole gradients, and at zero = {MOST_ZERO} a rank has shards",
-                remedy=f"use one of {', '.join(fit)}, or set zero = 0",
-            )
-        for name in ("codec", "weight_codec"):
-            if self.shard_within == "host" and getattr(self, name) != NONE:
-                raise PlanError(
-                    f'plan: {name} = {getattr(self, name)!r} with shard_within = "host", where shards travel in '
-                    "the host and the sum across hosts is exact",
-                    remedy=f'leave {name} out, or set shard_within = "world"',
-                )
-
-    def _refuse_precision(self) -> None:
-        if self.bf16_parameters and self.zero in (1, 2) and self.weight_codec != NONE:
-            raise PlanError(
-                f'plan: weight_codec = "{self.weight_codec}" packs float32 at zero = {self.zero}, and with '
-                "bf16_parameters = true parameters are bfloat16",
-                remedy="leave weight_codec or bf16_parameters out, or set zero = 3",
-            )
-        if self.bf16_parameters and self.precision != "bf16":
-            raise PlanError(
-                f'plan: bf16_parameters = true, but precision = "{self.precision}"',
-                remedy='set precision = "bf16", or leave bf16_parameters out',
-            )
-        if self.precision == "fp16" and self.nonfinite != "propagate":
-            raise PlanError(
-                f'plan: nonfinite = "{self.nonfinite}", but precision = "fp16" skips steps with gradients that '
-                "are not finite, and lowers its scale until they are",
-                remedy="leave nonfinite out",
-            )
-
-    def _refuse_no_patterns(self) -> None:
-        if isinstance(self.recompute, tuple) and (not self.recompute or "" in self.recompute):
-            raise PlanError(
-                f"plan: recompute = {list(self.recompute)}, expected patterns of module names such as 'layers.*'",
-                remedy='use recompute = "none" to recompute nothing',
-            )
-
-    def _refuse_memory(self) -> None:
-        for name in ("offload", "frozen_codec"):
-            if getattr(self, name) != NONE and self.bf16_parameters:
-                raise PlanError(
-                    f"plan: {name} = {getattr(self, name)!r} with bf16_parameters = true is not there yet",
-                    remedy=f"leave {name} or bf16_parameters out",
-                )
-        if self.offload_directory and self.offload != "disk":
-            raise PlanError(
-                f'plan: offload_directory = "{self.offload_directory}", but offload = "none"',
-                remedy='leave offload_directory out, or set offload = "disk"',
-            )
+        require_schedule(self.schedule, self.chunks)
         refuse_train_schedule(self.train_schedule)
+        shares_of(self.balance)
+        SyncSpec.parse(self.sync)
+        CodecSpec.parse(self.codec, where="plan: codec")
+        for pattern, codec in self.codec_for.items():
+            CodecSpec.parse(codec, where=f"plan: codec_for.{pattern}")
+        check(vars(self))
+
+    def lossy_keys(self) -> dict[str, str]:
+        """Return which keys make what ranks exchange lossy in every step, at any stage, with their codecs.
+
+        The permission `lossy` is none of them: what codec "auto" chooses by it is decided in the training.
+        """
+        codecs = [self.codec, *self.codec_for.values()]
+        applied = dict.fromkeys(each for each in codecs if CodecSpec.parse(each).is_applied)
+        named = {"codec": ", ".join(applied), "weight_codec": self.weight_codec, "expert_codec": self.expert_codec}
+        return {name: text for name, text in named.items() if text not in ("", NONE)}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], *, where: str) -> Plan:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
-from .codec_spec import AUTO, NONE
+from .codec_spec import NONE
 from .errors import PlanError
 from .suggestions import did_you_mean
 
@@ -169,67 +169,6 @@ PRESETS: Final[Mapping[str, SyncSpec]] = {
     ASYNC: SyncSpec(ASYNC, staleness=None, snapshot_seconds=_DEFAULT_SNAPSHOT_SECONDS),
 }  # fmt: skip
 """By name, what is not said otherwise."""
-
-_ALONE: Final = "ranks train on their own between meetings"
-NOT_WITH_SYNC: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "zero": ((0,), f"whose shards each step needs, and {_ALONE}"),
-    "pipeline": ((1,), f"whose stages each step needs, and {_ALONE}"),
-    "tensor": ((1,), f"whose parts each step needs, and {_ALONE}"),
-    "expert": ((1,), f"whose experts each step needs, and {_ALONE}"),
-    "context": ((1,), f"whose parts of a sequence each step needs, and {_ALONE}"),
-    "sync_batch_norm": ((False,), f"which meets in each forward pass, and {_ALONE}"),
-    "precision": (("fp32", "bf16"), "whose loss scale the ranks agree on in each step"),
-    "bf16_parameters": ((False,), "where changes of a few steps are below the precision of bfloat16"),
-    "train_schedule": (({},), "is not there yet"),
-    "offload": (("none",), "is not there yet"),
-    "codec_for": (({},), "is not there yet: changes travel by one codec"),
-    "route": (("auto", "flat"), "which carries gradients of each step"),
-}
-"""Keys of a plan with the values that local steps go with, and why no other."""
-
-
-NOT_WITH_SERVERS: Final[Mapping[str, tuple[tuple[object, ...], str]]] = {
-    "clip_norm": (
-        (None,),
-        "bounds the norm of the mean gradient, which no rank has: clip in the loop (each its own)",
-    ),
-    "nonfinite": (("propagate",), "which ranks agree on in each step"),
-}
-"""The same of servers, beside `NOT_WITH_SYNC`."""
-
-
-def refuse_sync_keys(
-    sync: str, others: Mapping[str, object], *, is_auto: bool, is_lossy: bool, is_coded: bool
-) -> None:
-    """Raise `PlanError` for a `sync` that is none, or that one of `NOT_WITH_SYNC` or `NOT_WITH_SERVERS` rules out.
-
-    `is_coded`: whether the plan has a codec for gradients. `is_auto`: whether it leaves that to measurement.
-    `is_lossy`: whether that may lose something.
-    """
-    spec = SyncSpec.parse(sync)
-    if spec.is_every_step:
-        return
-    for name, (fit, why) in {**NOT_WITH_SYNC, **(NOT_WITH_SERVERS if spec.is_server else {})}.items():
-        if others[name] not in fit:
-            shown = str(others[name]).lower() if isinstance(others[name], bool) else repr(others[name])
-            raise PlanError(
-                f'plan: sync = "{sync}" with {name} = {shown}, {why}', remedy=f"leave sync or {name} out"
-            )
-    if spec.is_server and is_coded:
-        raise PlanError(
-            f'plan: sync = "{sync}" with a codec is not there yet: gradients travel to servers exactly',
-            remedy="leave codec out",
-        )
-    if spec.name == MEASURED and not (is_auto and is_lossy):
-        raise PlanError(
-            f'plan: sync = "{sync}" compares codec "{AUTO}" in each step with local steps: both lose something',
-            remedy=f'set codec = "{AUTO}" and lossy = true, or name when ranks meet, such as sync = "diloco"',
-        )
-    if is_auto and spec.name != MEASURED:
-        raise PlanError(
-            f'plan: sync = "{sync}" with codec = "{AUTO}", which measures exchanges of each step',
-            remedy='name a codec, such as codec = "int4", or leave it out',
-        )
 
 
 def _read_options(text: str, name: str, rest: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import OPTIMIZER, OTHER, SETUP_CRITICAL_BATCH, SETUP_ZERO
-from ...core.vocabulary.spec import MOST_ZERO
+from ...core.vocabulary.rules import MOST_ZERO
 from ..figures.figures import mean
 from ..figures.inexact import codec_of
 from ..read.run_reader import read_run

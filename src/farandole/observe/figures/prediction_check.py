@@ -36,7 +36,7 @@ from ...core.vocabulary.events import (
     SETUP_ZERO,
 )
 from ...core.vocabulary.predicted import GLOBAL_BATCH, HIGH, LOW, PEAK, RANKS, STEP, TERMS, Term, refuse_impossible
-from ...core.vocabulary.spec import MOST_ZERO
+from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..read.run_reader import RunRecords
 from ..read.timeline_reader import RankTimeline

@@ -25,7 +25,7 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ..changed_class import ChangedClass, change_class, make_kin
 from ..mesh import Mesh
-from ..outer_pass import set_outer_pass
+from ..outer_pass import OUTER_PASS
 from .attention import AttentionCall, DividedAttention
 from .context import Context
 from .group import Compared, ContextGroup, cut, is_constant, join, positions_of
@@ -335,8 +335,7 @@ def apply_context(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
     here.session.call_on_close(catcher.remove)
     here.session.call_in_forked_child(catcher.remove)
     for entry in _entries(model):
-        passes = vars(entry)["_farandole_context"] = ModelPass(context)
-        set_outer_pass(entry, passes)
+        vars(entry)[OUTER_PASS] = ModelPass(context)
         kind: Any = type(entry)
         change_class(entry, make_kin(DividedSequences, kind), "plan: context")
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ...comm.batch_weight import tensors_in
 from ...comm.device.streams import outside_graphs
@@ -114,11 +115,12 @@ def time_optimizer(optimizer: Optimizer) -> None:
         watch.end_hook = optimizer.register_step_post_hook(watch.ends).id
 
 
-def end_steps_with(optimizer: Optimizer, hook: Callable[..., None]) -> None:
+def end_steps_with(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
     """Have a watched optimizer's steps end with `hook`, which is part of the step's time and of its records."""
-    optimizer.register_step_post_hook(hook)
+    handle = optimizer.register_step_post_hook(hook)
     hooks: Any = optimizer._optimizer_step_post_hooks
     hooks.move_to_end(_timed[optimizer].end_hook)
+    return handle
 
 
 class OptimizerWatch:

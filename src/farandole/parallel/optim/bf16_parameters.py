@@ -21,7 +21,6 @@ numbers of a generator on a GPU depend on the GPU, and all ranks must round alik
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,7 @@ from torch.optim import Optimizer
 from ...comm.gradients.grad_ownership import drop_grads, replace_grad
 from ...comm.gradients.parameters import rows_of
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ..model import Handle
 from .step_hooks import is_nested_step, undo_after_errors
 
 # Stochastic rounding from float32 to bfloat16: up or down with probabilities that make the mean exact.
@@ -93,8 +93,6 @@ _PART_ELEMENTS = 1 << 24
 """Elements of a part, about."""
 FirstElement = Callable[[torch.Tensor], int]
 """Returns how many elements of its parameter come before those of a tensor that an optimizer's group holds."""
-
-_steps: weakref.WeakKeyDictionary[nn.Module, RoundedSteps] = weakref.WeakKeyDictionary()
 
 
 class RoundedSteps:
@@ -274,34 +272,30 @@ def narrow_parameters(model: nn.Module) -> None:
 
 
 def round_steps(
-    model: nn.Module, optimizers: Sequence[Optimizer], first_elements: Sequence[FirstElement] = ()
-) -> None:
+    optimizers: Sequence[Optimizer], first_elements: Sequence[FirstElement], hooks: list[Handle]
+) -> RoundedSteps:
     """Round the parameters stochastically in each step of `optimizers` from now on.
 
     `first_elements`: by optimizer, where what its groups hold in a step begins; empty: they hold the parameters.
+    `hooks`: gets what was hooked.
     """
-    steps = _steps[model] = RoundedSteps()
+    steps = RoundedSteps()
     for number, optimizer in enumerate(optimizers):
         rounded = RoundedStep(steps, first_elements[number] if first_elements else None)
-        optimizer.register_step_pre_hook(rounded.before)
         handle = optimizer.register_step_post_hook(rounded.after)
-        hooks: Any = optimizer._optimizer_step_post_hooks
-        hooks.move_to_end(handle.id, last=False)  # rows are rounded before they are sent
+        after: Any = optimizer._optimizer_step_post_hooks
+        after.move_to_end(handle.id, last=False)  # rows are rounded before they are sent
+        hooks += [optimizer.register_step_pre_hook(rounded.before), handle]
         undo_after_errors(optimizer, rounded.undo)
-
-
-def rounded_steps_of(model: nn.Module) -> RoundedSteps | None:
-    """Return the count of rounded steps of a distributed model; None where nothing is rounded."""
-    return _steps.get(model)
+    return steps
 
 
 def widen_parameters(model: nn.Module) -> None:
-    """Undo `narrow_parameters`, if `round_steps` followed."""
-    if _steps.pop(model, None) is not None:
-        narrow = [parameter for parameter in model.parameters() if parameter.dtype == torch.bfloat16]
-        drop_grads(narrow)
-        for parameter in narrow:
-            parameter.data = parameter.data.float()
+    """Undo `narrow_parameters`."""
+    narrow = [parameter for parameter in model.parameters() if parameter.dtype == torch.bfloat16]
+    drop_grads(narrow)
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
 
 
 def narrowable(model: nn.Module) -> list[nn.Parameter]:

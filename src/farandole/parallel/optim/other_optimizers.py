@@ -9,7 +9,7 @@ calls one of those within its own step is no such optimizer, which is known only
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -24,24 +24,19 @@ from .sync_policy import SyncPolicy
 class OtherOptimizers:
     """Refuses them. See [Note: other optimizers]."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        policy_of: Callable[[nn.Module], SyncPolicy | None],
-    ) -> None:
-        """`policy_of`: returns the policy that `model` has now, if any."""
-        self._model, self._policy_of = weakref.ref(model), policy_of
+    def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer], policy: SyncPolicy) -> None:
+        self._model, self._policy = weakref.ref(model), policy
         self._known = weakref.WeakSet(optimizers)
         self._steps = 0
         """Those that known ones have begun."""
         self._begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """What `_steps` was when the step of another one began."""
-        for handle in (
+        self.hooks = (
             register_optimizer_step_pre_hook(self._step_begins),
             register_optimizer_step_post_hook(self._step_ends),
-        ):
-            weakref.finalize(model, handle.remove).atexit = False
+        )
+        for hook in self.hooks:
+            weakref.finalize(model, hook.remove).atexit = False
 
     def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
         if optimizer in self._known:
@@ -51,8 +46,7 @@ class OtherOptimizers:
 
     def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
         begun, model = self._begun.pop(optimizer, self._steps + 1), self._model()
-        policy = self._policy_of(model) if model is not None and has_world() else None
-        if begun != self._steps or model is None or policy is None or not policy.is_local:
+        if begun != self._steps or model is None or not has_world() or not self._policy.is_local:
             return
         owned = {id(each) for each in model.parameters()}
         if any(id(each) in owned for group in optimizer.param_groups for each in group["params"]):

@@ -17,18 +17,18 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
+from ..model import DistributedModel
 from .messages import PipelinePeers, make_lines, needs_lines
 from .pipeline import Pipeline
 from .without_flush import DelayedPipeline
 
-_pipelines: weakref.WeakKeyDictionary[nn.Module, Pipeline] = weakref.WeakKeyDictionary()
 _REMEDY = "loss = farandole.step(model, loss_function, inputs, targets), which does forward and backward"
 
 
 def apply_pipeline(
     mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, finish: Callable[[], None]
-) -> None:
-    """Have `fd.step` cut `model` and run it by the plan's schedule.
+) -> Pipeline:
+    """Return what `fd.step` calls, which cuts `model` and runs it by the plan's schedule.
 
     Args:
         mesh: with a pipeline of at least two ranks.
@@ -45,7 +45,6 @@ def apply_pipeline(
     peers = PipelinePeers(mesh.here, part.new_group(), mesh.rank("pipeline"), mesh.size("pipeline"), lines)
     kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
     pipeline = kind(model, optimizers, plan, peers, finish=finish)
-    _pipelines[model] = pipeline
     if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
         bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)
         share = bubble / (bubble + 3.0 * pipeline.micro_batches)
@@ -57,11 +56,7 @@ def apply_pipeline(
     model.register_forward_pre_hook(_Guard(alive), prepend=True)
     for optimizer in optimizers:
         optimizer.register_step_pre_hook(_StepGuard(alive))
-
-
-def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """Return the pipeline of a distributed model; None if its plan has none."""
-    return _pipelines.get(model)
+    return pipeline
 
 
 def refuse_open_batch(model: nn.Module, what: str) -> None:
@@ -69,14 +64,14 @@ def refuse_open_batch(model: nn.Module, what: str) -> None:
 
     `what`: the call that needs them, for the message.
     """
-    pipeline = pipeline_of(model)
+    pipeline = DistributedModel.of(model).pipeline
     if isinstance(pipeline, DelayedPipeline):
         pipeline.refuse_open(what)
 
 
 def parameters_here(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the named parameters that this rank keeps: all of them without a pipeline."""
-    pipeline = pipeline_of(model)
+    pipeline = DistributedModel.of(model).pipeline
     named = list(model.named_parameters())
     if pipeline is None or pipeline.own is None:
         return named
@@ -88,7 +83,7 @@ def saved_elsewhere(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
 
     None for what is here too. The dict is empty without a pipeline, and before the first step.
     """
-    pipeline = pipeline_of(model)
+    pipeline = DistributedModel.of(model).pipeline
     return {} if pipeline is None or pipeline.own is None else pipeline.own.elsewhere()
 
 

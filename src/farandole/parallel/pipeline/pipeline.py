@@ -30,9 +30,9 @@ from ...core.vocabulary.events import (
     SetupValue,
 )
 from ...core.vocabulary.spec import Plan
+from ..model import DistributedModel
 from ..outer_pass import outer_pass_of
 from ..precision.passes import shared_casts
-from ..seeds import pass_seeds_of
 from .cut_model import CutModel
 from .messages import PipelinePeers, StageMailbox, StageMessage, message_of
 from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of
@@ -245,7 +245,7 @@ class Pipeline:
     @contextmanager
     def _own_random(self) -> Iterator[None]:
         """See [Note: random numbers]."""
-        seeds = pass_seeds_of(self._model)
+        seeds = DistributedModel.of(self._model).seeds
         if seeds is not None:
             seeds.enter()
             try:

@@ -33,6 +33,7 @@ from ..changed_class import (
     require_changeable,
     set_class,
 )
+from ..model import DistributedModel
 from .loss_scale import DynamicLossScale, agree_finite, all_finite
 from .scaled_graph import Entering, Leaving, hook_parameter, scaled_parameters, sequence_number, strange_leaves
 
@@ -176,8 +177,6 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Run = Callable[[Callable[..., Any], Any, Any], Any]
 """Runs a forward pass with positional and named arguments."""
 _HALVES = (torch.bfloat16, torch.float16)
-
-_passes: weakref.WeakKeyDictionary[nn.Module, LowerPrecision] = weakref.WeakKeyDictionary()
 
 
 class Cast(ChangedClass):
@@ -395,20 +394,12 @@ def start_precision(
         return None
     passes = LowerPrecision(model, DTYPES[precision], optimizers, here, shards=shards, exchanges=exchanges)
     passes.start(modules)
-    _passes[model] = passes
     return passes
-
-
-def stop_precision(model: nn.Module) -> None:
-    """Undo `start_precision`."""
-    passes = _passes.pop(model, None)
-    if passes is not None:
-        passes.stop()
 
 
 def loss_scale_of(model: nn.Module) -> DynamicLossScale | None:
     """Return the loss scale of a distributed model; None where gradients are not scaled."""
-    passes = _passes.get(model)
+    passes = DistributedModel.of(model).passes
     return None if passes is None else passes.scale
 
 

@@ -15,6 +15,7 @@ from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
+from ..model import DistributedModel
 from ..split import split_of
 from .cut import Cutter, Places, check_cuts, divide_attributes, find_places
 from .layers.regions import RegionSeed, TensorRanks, tensor_ranks
@@ -24,7 +25,6 @@ from .recipe.recipe import TensorRecipe, Units, add_head_counts, find_units, ref
 from .sequence import install_tokens
 from .use_watch import watch_first_forward
 
-_proofs: weakref.WeakKeyDictionary[nn.Module, Proofs] = weakref.WeakKeyDictionary()
 _LISTED = 8
 
 
@@ -70,11 +70,14 @@ class DividedTokens(NamedTuple):
     ranks: TensorRanks
 
 
-def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh) -> DividedTokens:
-    """Split the layers of `model` over the tensor ranks of `mesh`; to be called by all ranks, with equal models.
+def apply_tensor(
+    distributed: DistributedModel, model: nn.Module, optimizers: Sequence[Optimizer]
+) -> DividedTokens:
+    """Split the layers of `model` over the tensor ranks of its mesh; to be called by all ranks, with equal models.
 
     Raises what `plan_tensor` does, before anything is changed.
     """
+    plan, mesh = distributed.plan_and_mesh
     cuts = plan_tensor(model, plan, mesh)
     recipe, units, places = cuts.recipe, cuts.units, cuts.places
     ranks = tensor_ranks(mesh)
@@ -85,7 +88,7 @@ def apply_tensor(model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, 
     divide_attributes(model, recipe, ranks.size)
     _turn_off_fused_paths(model)
     install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
-    proofs = _proofs[model] = Proofs(ranks, weakref.ref(model), cuts.seed)
+    proofs = distributed.proofs = Proofs(ranks, weakref.ref(model), cuts.seed)
     inside = tuple(f"{block}." for block in places.blocks)
     for name in [*places.blocks, *units.layers]:
         if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):
@@ -103,11 +106,6 @@ def _turn_off_fused_paths(model: nn.Module) -> None:
             module.activation_relu_or_gelu = 0
         elif isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False
-
-
-def proofs_of(model: nn.Module) -> Proofs | None:
-    """Return the proofs of a model whose layers are split; None for any other."""
-    return _proofs.get(model)
 
 
 def find_recipe(model: nn.Module, plan: Plan) -> tuple[TensorRecipe, list[str]]:

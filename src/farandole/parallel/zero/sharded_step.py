@@ -36,6 +36,7 @@ from ...comm.transport.comm_thread import BucketWork
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError
 from ..instrument.inner_exchange import inner_exchange
+from ..model import DistributedModel
 from ..optim.step_hooks import is_nested_step, undo_after_errors
 
 # The state of an optimizer of which each rank keeps its rows: in `state_dict`, and back from one.
@@ -148,30 +149,23 @@ def own_rows(parameter: torch.Tensor, mesh: DeviceMesh) -> tuple[int, int] | Non
 # the owner of rows remembers what that lost. It belongs to the parameters and not to ranks: saved once, and
 # divided anew over any number of ranks.
 
-_steps: weakref.WeakKeyDictionary[nn.Module, Sequence[ShardedStep]] = weakref.WeakKeyDictionary()
-
-
-def note_steps(model: nn.Module, steps: Sequence[ShardedStep]) -> None:
-    """Note which optimizers' steps update rows of `model`."""
-    _steps[model] = steps
-
 
 def packs_weights(model: nn.Module) -> bool:
     """Return whether the parameters of a model travel packed, so that something can be lost."""
-    return any(step.packs for step in _steps.get(model, ()))
+    return any(step.packs for step in DistributedModel.of(model).sharded_steps)
 
 
 def weight_residuals(model: nn.Module) -> dict[str, StateShard]:
     """Return what was lost so far, by name of the parameter and in its shape; this rank has its rows."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = [pair for step in _steps.get(model, ()) for pair in step.lost()]
+    found = [pair for step in DistributedModel.of(model).sharded_steps for pair in step.lost()]
     return {names[id(parameter)]: lost for parameter, lost in found if id(parameter) in names}
 
 
 def load_weight_residuals(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Replace what was lost by what `weight_residuals` returned, whole; to be called by all ranks."""
     parameters = dict(model.named_parameters())
-    for step in _steps.get(model, ()):
+    for step in DistributedModel.of(model).sharded_steps:
         step.load_lost({parameters[name]: whole for name, whole in saved.items() if name in parameters})
 
 
@@ -219,7 +213,7 @@ class ShardedStep:
     """The step of one optimizer of a distributed model. Its hooks run after those that make gradients ready."""
 
     def __init__(self, optimizer: Optimizer, reducer: GradientReducer, mesh: DeviceMesh) -> None:
-        """`optimizer`: one that `refuse_codecs_and_optimizers` lets pass."""
+        """`optimizer`: one that `refuse_rows` lets pass."""
         self._reducer = weakref.ref(reducer)
         self._mesh, self._size, self._rank = mesh, mesh.size(), mesh.get_local_rank()
         self._packs = False
@@ -256,8 +250,8 @@ class ShardedStep:
         reducer = self._reducer()
         if reducer is None or not reducer.is_open:
             raise ConfigError(
-                "an optimizer whose state is sharded steps, but its ranks have left the world",
-                remedy="step before farandole.shutdown(), or make a new optimizer",
+                "an optimizer whose state is sharded steps, but its ranks exchange gradients no more",
+                remedy="step before farandole.shutdown() and undistribute(), or make a new optimizer",
             )
         if callable(kwargs.get("closure")) or (len(args) > 1 and callable(args[1])):
             raise ConfigError(

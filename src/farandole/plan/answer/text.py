@@ -9,7 +9,8 @@ from typing import Any
 
 from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...core.vocabulary.rules import MOST_ZERO
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..candidate import Candidate
 from ..cost.held import memory_of_candidate

@@ -24,7 +24,8 @@ from ...core.step_model.bucket_plan import CHUNK_BYTES, plan_buckets
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import BucketLoad, Replay
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
-from ...core.vocabulary.spec import MOST_ZERO, USUAL_BUCKET_BYTES, Plan
+from ...core.vocabulary.rules import MOST_ZERO
+from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
 from ..model.profile import ModelProfile, UnitGradient
 from .layout import RunLayout, divided_gradients
 from .stages import StageUnits

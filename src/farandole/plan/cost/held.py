@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ...core.step_model.bucket_plan import disk_state_bytes
-from ...core.vocabulary.spec import MOST_ZERO
+from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import Candidate
 from ..memory import (
     ActivationFacts,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from ...core.cluster.cluster import collective_work
 from ...core.schedule.simulate import StageTimes
-from ...core.vocabulary.spec import MOST_ZERO
+from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
 from ..model.profile import ModelProfile
 from .buckets import StageGradients, stage_gradients

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 
 from ...core.step_model.link import largest_normal
 from ...core.vocabulary.codec_spec import CodecSpec
-from ...core.vocabulary.spec import MOST_ZERO
+from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
 from ..model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts
 from .layout import RunLayout, divided_gradients

@@ -9,7 +9,6 @@ from functools import partial
 from ...core.cluster.cluster import Cluster, with_ranks
 from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.units import format_seconds
-from ..combinations import lossy_keys
 from ..cost.predict import predict as predict_fully
 from ..cost.stages import short_schedule
 from ..model.profile import ModelProfile
@@ -227,7 +226,7 @@ def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Clus
     if is_lossy(best.candidate.plan):
         if fixed_is_lossy(request.fixed):
             return []
-        named = [f'{key} "{codec}"' for key, codec in lossy_keys(best.candidate.plan).items()]
+        named = [f'{key} "{codec}"' for key, codec in best.candidate.plan.lossy_keys().items()]
         return [f"{' and '.join(named)} loses something in every step (docs/codecs.md)"]
     if not any(map(cluster.knows_codec, CANDIDATES[1:])):
         return ["lossy codecs were not considered (how fast they are here was not measured: farandole measure)"]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...core.cluster.cluster import Cluster, with_ranks
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.rules import broken
 from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..candidate import Candidate, Prediction, Term
 from ..memory import MemoryByCategory
@@ -265,9 +267,13 @@ def _doubled(option: PredictedPlan, schedules: Sequence[str]) -> Iterator[Predic
         return
     key = "micro_batches" if plan.pipeline != 1 or plan.micro_batches > 1 else "accumulate"
     more = replace(plan, **{key: 2 * getattr(plan, key)})
-    others = [name for name in schedules if plan.pipeline != 1 and name != plan.schedule]
-    for way in (more, *(replace(more, schedule=name, chunks=0) for name in others)):
-        yield replace(option, candidate=Candidate(way, candidate.ranks, 2 * candidate.global_batch))
+    others: list[dict[str, Any]] = [
+        {"schedule": name, "chunks": 0} for name in schedules if plan.pipeline != 1 and name != plan.schedule
+    ]
+    for keys in ({}, *others):
+        if broken({**vars(more), **keys}) is None:
+            way = replace(more, **keys)
+            yield replace(option, candidate=Candidate(way, candidate.ranks, 2 * candidate.global_batch))
 
 
 def _predicted(

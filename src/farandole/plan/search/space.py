@@ -18,6 +18,7 @@ from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.errors import PlanError
+from ...core.vocabulary.rules import MOST_ZERO, check
 from ...core.vocabulary.schedule_names import (
     DEFAULT_CHUNKS,
     DEFAULT_SCHEDULE,
@@ -25,9 +26,8 @@ from ...core.vocabulary.schedule_names import (
     SEVERAL_STAGES,
     chunks_of,
 )
-from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
-from ..combinations import lossy_keys, refuse_codecs_of_rows, refuse_combinations
 from ..model import division
 from ..model.profile import ModelProfile
 from .request import FEWER_RANKS, PRECISIONS, SearchRequest
@@ -70,7 +70,7 @@ def settings_of(layout: SearchLayout, request: SearchRequest, cluster: Cluster) 
 
 def is_lossy(plan: Plan) -> bool:
     """Whether anything that travels under this plan is rounded, or may be."""
-    return bool(lossy_keys(plan)) or (plan.codec == AUTO and plan.lossy)
+    return bool(plan.lossy_keys()) or (plan.codec == AUTO and plan.lossy)
 
 
 def _codecs(layout: SearchLayout, request: SearchRequest, cluster: Cluster) -> list[str]:
@@ -170,8 +170,7 @@ class SearchLayout(NamedTuple):
         if self.tensor == 1:
             keys.pop("tensor_recipe", None)  # it says how layers would be divided, and not that they are
         plan = Plan(**{**keys, **tuned})
-        refuse_combinations(plan, self.degrees)
-        refuse_codecs_of_rows(plan)
+        check({**vars(plan), **self.degrees.above_one()})
         return Candidate(plan, self.ranks, self.micro_batch * self.passes * self.sample_ranks)
 
     @property

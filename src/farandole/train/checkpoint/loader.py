@@ -19,13 +19,11 @@ from ...comm.sessions.saved_state import merge
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
-from ...parallel.apply import mesh_of, plan_of, policy_of
 from ...parallel.exchange_state import load_exchange_state, residual_layout
 from ...parallel.frozen.frozen_weight import FrozenWeight
-from ...parallel.optim.bf16_parameters import rounded_steps_of
+from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import refuse_open_batch, saved_elsewhere
 from ...parallel.precision.passes import loss_scale_of
-from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.sharded_step import load_weight_residuals, packs_weights, warn_of_lost_weights
@@ -116,7 +114,7 @@ class _Loading:
             if self._elsewhere[name].get(key) is not None
         }
         """Parameters that other stages of a pipeline have."""
-        mesh = mesh_of(training.model)
+        mesh = DistributedModel.of(training.model).mesh
         self._ranks = SavedRanks(
             here.rank,
             Degrees(data=here.size) if mesh is None else mesh.degrees,
@@ -178,7 +176,7 @@ class _Loading:
         model, saved, common = self._training.model, self._own().get("others"), self._manifest.shared
         states = [(name, each, saved[name]) for name, each in self._training.others.items()]
         if self._is_resume:
-            ours = {"pass_seeds": pass_seeds_of(model), "loss_scale": loss_scale_of(model)}
+            ours = {"pass_seeds": DistributedModel.of(model).seeds, "loss_scale": loss_scale_of(model)}
             states += [(name, each, common[name]) for name, each in ours.items() if each and name in common]
         for name, each, state in states:
             with named(name, "model and optimizers are as they were"):
@@ -198,13 +196,13 @@ class _Loading:
             return
         self._apply_policy(restore)
         resume_schedule(self._training.model, self._own().get("scheduled_steps", self._manifest.step))
-        if plan_of(self._training.model) is not None:
+        if DistributedModel.of(self._training.model).plan is not None:
             self._apply_exchange(restore)
         if packs_weights(self._training.model):
             load_weight_residuals(self._training.model, decode(self._weight_residuals, restore))
         elif self._weight_residuals:
             warn_of_lost_weights()
-        rounded = rounded_steps_of(self._training.model)
+        rounded = DistributedModel.of(self._training.model).rounded_steps
         if rounded is not None:
             rounded.done = self._manifest.shared.get("rounded_steps", 0)
         if self._ranks.own is not None:
@@ -302,7 +300,7 @@ class _Loading:
         wanted = [*(own["others"][name] for name in self._training.others), *self.tables.wanted()]
         if self._is_resume:
             wanted.append(own["random"])
-            if policy_of(self._training.model) is not None:
+            if DistributedModel.of(self._training.model).policy is not None:
                 wanted += [own.get("optimizers"), *(each.get("sync") for each in self._manifest.ranks)]
             wanted += self._exchanges
             if packs_weights(self._training.model):
@@ -372,7 +370,7 @@ class _Loading:
 
     def _apply_policy(self, restore: Any) -> None:
         """Load what a rank has of its own that trains on its own between meetings."""
-        policy = policy_of(self._training.model)
+        policy = DistributedModel.of(self._training.model).policy
         if policy is None:
             return
         for name, state in decode(self._own().get("optimizers", {}), restore).items():

@@ -40,7 +40,7 @@ from ...comm.world.store_sync import BackgroundStore, all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
 from ...core.vocabulary.events import CHECKPOINT, Phase
-from ...parallel.apply import plan_of
+from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import refuse_open_batch
 from ...sync.rows.checkpointed import tell_left_out
 from ...version import VERSION
@@ -346,7 +346,7 @@ class Saver:
         try:
             if failed:
                 raise CheckpointError(failed[0])
-            plan = plan_of(self._training.model)
+            plan = DistributedModel.of(self._training.model).plan
             manifest = make_manifest(
                 work.step, reports, work.state.shared, None if plan is None else plan.to_mapping()
             )

@@ -21,13 +21,11 @@ from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECKPOINT_OBJECTS, Setup
-from ...parallel.apply import distributed_models, mesh_of, plan_of, policy_of
 from ...parallel.exchange_state import exchange_state
 from ...parallel.frozen.frozen_weight import FrozenWeight
-from ...parallel.optim.bf16_parameters import rounded_steps_of
+from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import saved_elsewhere
 from ...parallel.precision.passes import loss_scale_of
-from ...parallel.seeds import pass_seeds_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
 from ...parallel.zero.sharded_step import weight_residuals
@@ -138,7 +136,8 @@ def read_state(training: Training, here: World) -> TrainingState:
     for name, saved in optimizers.items():
         splits |= _state_splits(name, saved, parameters, states.tensors)
     others = {name: encode(each.state_dict(), name, own) for name, each in training.others.items()}
-    codecs = exchange_state(training.model) if plan_of(training.model) is not None else {}
+    distributed = DistributedModel.of(training.model)
+    codecs = exchange_state(training.model) if distributed.plan is not None else {}
     mine = {
         "others": others,
         "tables": {name: encode(each.read(), f"rows/{name}", own) for name, each in training.tables.items()},
@@ -154,16 +153,13 @@ def read_state(training: Training, here: World) -> TrainingState:
         shared["weight_residuals"] = encode(lost, "weight_residuals", states)
         found = {name: split_of(training.model.get_parameter(name)) for name in lost}
         splits |= {f"weight_residuals/{name}": split for name, split in found.items() if split is not None}
-    rounded = rounded_steps_of(training.model)
-    if rounded is not None:
-        shared["rounded_steps"] = rounded.done
-    seeds = pass_seeds_of(training.model)
-    if seeds is not None:
-        shared["pass_seeds"] = seeds.state_dict()
-    mesh = mesh_of(training.model)
+    if distributed.rounded_steps is not None:
+        shared["rounded_steps"] = distributed.rounded_steps.done
+    if distributed.seeds is not None:
+        shared["pass_seeds"] = distributed.seeds.state_dict()
+    mesh, policy = distributed.mesh, distributed.policy
     if mesh is not None and not mesh.degrees.is_data_alone:
         shared["degrees"] = {name: mesh.size(name) for name in ORDER}
-    policy = policy_of(training.model)
     is_alone = policy is not None and policy.has_own_states
     of_first = frozenset(states.tensors) if is_alone else frozenset()
     if policy is not None:
@@ -186,7 +182,7 @@ def read_state(training: Training, here: World) -> TrainingState:
 def meet_before(training: Training) -> None:
     """Let ranks that train on their own meet, so that they have one model; called by all of them."""
     for module in training.modules.values():
-        policy = policy_of(module)
+        policy = DistributedModel.of(module).policy
         if policy is not None:
             policy.drain()
             policy.gather_states()
@@ -246,11 +242,11 @@ def _digest_copies(training: Training, tensors: Mapping[str, torch.Tensor], spli
 
     A copy of a divided model has a part of it, and does not know; but then the ranks' values differ.
     """
-    meshes = [mesh_of(each) for each in distributed_models()]
+    meshes = [DistributedModel.of(each).mesh for each in DistributedModel.all()]
     if all(mesh is None or mesh.degrees.is_data_alone for mesh in meshes):
         return ""
     digest, has_any = hashlib.sha256(), False
-    own = {name for name, module in training.modules.items() if mesh_of(module) is not None}
+    own = {name for name, module in training.modules.items() if DistributedModel.of(module).mesh is not None}
     for name, tensor in tensors.items():
         if name.partition("/")[0] in own or name in splits or isinstance(tensor, DTensor):
             continue

@@ -23,8 +23,8 @@ from ...comm.messages import bytes_of
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_here, reducer_of
 from ...parallel.instrument.phase_hooks import observe_passes
+from ...parallel.model import DistributedModel
 from ...parallel.split import split_of
 
 FIRST_STEP = 8
@@ -116,7 +116,7 @@ class EqualModels:
 
     def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Note which values the parameters have, by torch's count of changes."""
-        reducer = reducer_of(model)
+        reducer = DistributedModel.of(model).reducer
         if reducer is not None and reducer.world is self._here:
             whole = [each for each in model.named_parameters() if split_of(each[1]) is None]
             self._versions = [(name, each, each._version) for name, each in whole if not each.is_inference()]
@@ -135,11 +135,11 @@ class EqualModels:
         self._digests.after_step(step, self._find)
 
     def _find(self) -> tuple[str, list[float]] | None:
-        models = distributed_here(self._here)  # those of a world that is over may still live on some ranks
+        models = DistributedModel.all_of(self._here)  # those of a world that is over may still live on some ranks
         if not models:
             return None
         # Ranks with other parts of a model have other parameters: their learning rates are compared, no more.
-        reducers = [(model, reducer_of(model)) for model in models]
+        reducers = [(model, DistributedModel.of(model).reducer) for model in models]
         alike = [model for model, reducer in reducers if reducer is not None and reducer.world is self._here]
         changed, self._changed = self._changed, {}  # another rank may have changed none, and is compared later
         return _hash_of(alike, changed.values()), self._rates()

@@ -37,10 +37,11 @@ from ...core.vocabulary.events import (
     Setup,
 )
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.spec import MOST_ZERO, Plan
+from ...core.vocabulary.rules import MOST_ZERO
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.sync_spec import EVERY_STEP
-from ...parallel.apply import mesh_of, plan_of, reducer_of
 from ...parallel.mesh import Mesh
+from ...parallel.model import DistributedModel
 
 
 # Averages of |G|^2 and tr(Sigma) over steps, and the critical batch that follows from them. Pure arithmetic.
@@ -250,12 +251,10 @@ def noise_scale(
     if wrong:
         raise ConfigError(f"noise_scale: {', '.join(wrong[:4])}")
     require_same(here, "fd.noise_scale", [("every", every), ("decay", decay), ("samples", samples)])
-    plan, mesh = plan_of(model), mesh_of(model)
-    if plan is None or mesh is None:
-        raise ConfigError("noise_scale: this model is not distributed", remedy="call fd.distribute before")
-    _refuse_plan(plan, mesh)
+    distributed = DistributedModel.require(model, "noise_scale")
+    _refuse_plan(*distributed.plan_and_mesh)
     noise = NoiseScale(here, decay)
-    reducer = reducer_of(model)
+    reducer = distributed.reducer
     if reducer is None:
         write_notice(
             "noise_scale: nothing is measured on one rank: the two batch sizes are those of one and of all"

@@ -29,7 +29,7 @@ import farandole as fd
 from ...comm.device.accelerator import peak_bytes, synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...parallel.apply import plan_of
+from ...parallel.model import DistributedModel
 from ..memory.batches import Batches, as_inputs
 from ..memory.optimizers import make_optimizer
 from ..memory.trial import set_limit
@@ -101,7 +101,7 @@ def _train(here: World, work: TrialWork) -> list[float]:
 
 
 def _step(model: nn.Module, optimizer: Optimizer, batch: Any, loss: Loss | None, work: TrialWork) -> None:
-    plan = plan_of(model)
+    plan = DistributedModel.of(model).plan
     assert plan is not None, "it is distributed"
     if work.passes == 1 and (plan.pipeline != 1 or plan.micro_batches > 1):
         inputs, targets = (as_inputs(each) for each in inputs_and_targets(model, batch, loss))

@@ -15,8 +15,8 @@ from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.sync_spec import EVERY_STEP
-from ...parallel.apply import distributed_here, mesh_of, plan_of, reducer_of
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
+from ...parallel.model import DistributedModel
 from ...parallel.optim.one_bit_adam import OneBitAdam
 
 
@@ -28,16 +28,16 @@ def why_not(here: World) -> str:
         return "ranks of an elastic job come and go, and what was measured with others says little"
     if any(isinstance(each, OneBitAdam) for each in here.session.steps.optimizers()):
         return "OneBitAdam chooses the codec of its momentum itself"
-    models = distributed_here(here)
+    models = DistributedModel.all_of(here)
     if not models:
         return "no model was given to farandole.distribute"
     return next((reason for model in models if (reason := _why_not_this(model))), "")
 
 
 def _why_not_this(model: nn.Module) -> str:
-    plan, mesh, name = plan_of(model), mesh_of(model), type(model).__name__
-    assert plan is not None, "it is distributed"
-    if mesh is not None and not mesh.degrees.is_data_alone:
+    distributed, name = DistributedModel.of(model), type(model).__name__
+    plan, mesh = distributed.plan_and_mesh
+    if not mesh.degrees.is_data_alone:
         return f"{name} is divided over ranks ({mesh.degrees}): only plain data parallelism is tuned"
     if plan.zero:
         return f"{name} has zero = {plan.zero}, whose shards lie as the buckets do: only zero = 0 is tuned"
@@ -45,7 +45,7 @@ def _why_not_this(model: nn.Module) -> str:
         return f'{name} has sync = "{plan.sync}": only exchanges of each step are tuned'
     if plan.codec == AUTO:
         return 'codec = "auto" chooses codec, buckets, route and connections itself: use one of the two'
-    return "" if reducer_of(model) is not None else f"{name} exchanges no gradients"
+    return "" if distributed.reducer is not None else f"{name} exchanges no gradients"
 
 
 class ExchangeSwitch:
@@ -53,11 +53,11 @@ class ExchangeSwitch:
 
     def __init__(self, here: World) -> None:
         self._here = here
-        self.models = distributed_here(here)
-        found = [reducer_of(model) for model in self.models]
+        self.models = DistributedModel.all_of(here)
+        found = [DistributedModel.of(model).reducer for model in self.models]
         self.reducers: list[GradientReducer] = [each for each in found if each is not None]
         self.logs = [reducer.keep_timings() for reducer in self.reducers]
-        plan = plan_of(self.models[0])
+        plan = DistributedModel.of(self.models[0]).plan
         assert plan is not None, "it is distributed"
         self.plan: Plan = plan
         """The plan of the job."""
@@ -86,7 +86,7 @@ class ExchangeSwitch:
     @property
     def is_changed(self) -> bool:
         """Whether models were distributed, or dropped, since this was made."""
-        now = distributed_here(self._here)
+        now = DistributedModel.all_of(self._here)
         return len(now) != len(self.models) or any(a is not b for a, b in zip(now, self.models, strict=True))
 
     @property

@@ -20,10 +20,9 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import distributed_models, plan_of, reducer_of, sharded_of
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
-from ...plan.combinations import lossy_keys
+from ...parallel.model import DistributedModel
 from .gradient_reference import Difference, change, compare_gradients, relative, summed, tolerance, weighted
 from .joined import REMEDY, count_means, goes_with, joined_gradients, replaced
 from .replay import Gradients, RecordedPass
@@ -81,7 +80,7 @@ class DeepCheck:
 
     def start(self) -> None:
         """Begin to watch: forward passes, and every call of ``torch.autograd.backward``."""
-        for model in distributed_models():
+        for model in DistributedModel.all():
             self._exchanged_before[model] = _exchanges_of(model)
         self._undo = [
             observe_passes(self._world, self),
@@ -113,9 +112,10 @@ class DeepCheck:
             window.passes[-1].watch_outputs(output)
 
     def _window(self, model: nn.Module) -> _Window | None:
-        if sharded_of(model) is not None:
+        distributed = DistributedModel.of(model)
+        if distributed.sharded is not None:
             self._not_compared = "parameters are sharded at zero = 3; verify with --set zero=0"
-        if reducer_of(model) is None:
+        if distributed.reducer is None:
             return None
         return self._windows.setdefault(model, _Window())
 
@@ -140,7 +140,7 @@ class DeepCheck:
             for each in window.passes[window.weighed :]:
                 each.factor = share.at_backward(each.factor)
             window.weighed = len(window.passes)
-            reducer = reducer_of(model)
+            reducer = DistributedModel.of(model).reducer
             if reducer is None or window.is_open:
                 continue
             window.is_open, window.exchanges = True, reducer.exchanges_done
@@ -151,8 +151,8 @@ class DeepCheck:
     # -- what it compares --------------------------------------------------------------------
 
     def _compare_all(self) -> None:
-        for model in distributed_models():
-            window, reducer = self._windows.get(model), reducer_of(model)
+        for model in DistributedModel.all():
+            window, reducer = self._windows.get(model), DistributedModel.of(model).reducer
             if window is None or reducer is None or reducer.exchanges_done == window.exchanges:
                 continue
             self._recorded.add(model)
@@ -307,7 +307,7 @@ class DeepCheck:
         """Return what kept exchanges from being compared; empty: all were."""
         if self._not_compared:
             return self._not_compared
-        models = distributed_models()
+        models = DistributedModel.all()
         exchanged = [each for each in models if _exchanges_of(each) > self._exchanged_before.get(each, 0)]
         unseen = dict.fromkeys(type(model).__name__ for model in exchanged if model not in self._recorded)
         if unseen:
@@ -331,13 +331,13 @@ class DeepCheck:
 
 
 def _exchanges_of(model: nn.Module) -> int:
-    reducer = reducer_of(model)
+    reducer = DistributedModel.of(model).reducer
     return 0 if reducer is None else reducer.exchanges_done
 
 
 def _incomparable(model: nn.Module) -> str:
-    plan = plan_of(model)
-    lossy = {} if plan is None else lossy_keys(plan)
+    plan = DistributedModel.of(model).plan
+    lossy = {} if plan is None else plan.lossy_keys()
     if plan is not None and plan.codec == AUTO and plan.lossy:
         lossy["codec"] = AUTO
     # Rounded parameters are those of the model at stages 1 and 2, and of the process that is compared with.

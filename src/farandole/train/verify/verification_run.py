@@ -28,9 +28,8 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import VERIFY, write_private
-from ...parallel.apply import distributed_models
 from ...parallel.instrument.phase_hooks import observe_passes
-from ...parallel.tensor.apply_tensor import proofs_of
+from ...parallel.model import DistributedModel
 from ..data.loader_watch import samples_of
 from .deep_check import DeepCheck
 from .front_end_optimizer import FrontEndOptimizer, followed_here
@@ -57,7 +56,7 @@ from .verify import (
 # The check of split layers: which kinds of units were proven to do what the plain modules do.
 def check_tensor(here: World, model: nn.Module) -> list[Check]:
     """Say how many units of split layers were proven; nothing for a model without any."""
-    proofs = proofs_of(model)
+    proofs = DistributedModel.of(model).proofs
     mine = None if proofs is None else [len(proofs.proven), len(proofs.names), len(proofs.waiting)]
     said = [each for each in all_gather_json(here, "verify/tensor", mine) if each is not None]
     if not said:
@@ -193,7 +192,7 @@ class VerificationRun:
 
     def _is_trained(self, model: nn.Module) -> bool:
         followed = any(each.trains(model) for each in followed_here(self._world))
-        return followed or any(model is each for each in distributed_models())
+        return followed or any(model is each for each in DistributedModel.all())
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._trained += self._pending
@@ -224,7 +223,7 @@ class VerificationRun:
     def _own_checks(self) -> list[Check]:
         """Return what was found of torch's models."""
         here, checks = self._world, []
-        models = distributed_models()
+        models = DistributedModel.all()
         followed = followed_here(here)
         if not models and not followed:
             checks.append(_no_model(here))

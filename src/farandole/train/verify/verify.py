@@ -25,8 +25,8 @@ from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.errors import ConfigError, VerificationFailed
 from ...core.vocabulary.rank_lists import name_ranks
-from ...parallel.apply import policy_of
 from ...parallel.data.batch_norm import local_layers
+from ...parallel.model import DistributedModel
 from ...parallel.split import split_of
 from ..guards.same_data import WITHOUT_A_LOADER
 
@@ -107,7 +107,7 @@ def verify(
         ConfigError: ranks train on their own by the plan's ``sync``, and are not to be consistent.
     """
     here = world()
-    policy = policy_of(model)
+    policy = DistributedModel.of(model).policy
     if policy is not None and policy.is_local:
         raise ConfigError(
             "fd.verify: ranks train on their own by the plan's sync, so that parameters and gradients differ",

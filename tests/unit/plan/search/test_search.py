@@ -16,10 +16,10 @@ from farandole.core.cluster.presets import preset_cluster
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
+from farandole.core.vocabulary.rules import check
 from farandole.core.vocabulary.spec import Plan
 from farandole.core.vocabulary.units import format_bytes
 from farandole.plan.candidate import Candidate, Prediction
-from farandole.plan.combinations import refuse_codecs_of_rows, refuse_combinations
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.model.profile_file import write_profile
@@ -194,8 +194,7 @@ def test_every_proposed_plan_can_be_applied(predicting: Predictor) -> None:
         candidate = option.candidate
         plan = Plan.from_mapping(candidate.plan.to_mapping(), where="a proposed plan")
         degrees = degrees_of(plan, candidate.ranks)
-        refuse_combinations(plan, degrees)
-        refuse_codecs_of_rows(plan)
+        check({**vars(plan), **degrees.above_one()})
         assert degrees.size == 8, f"{degrees}"
         assert candidate.global_batch == 64, f"{candidate}"
         parts = degrees.data * degrees.shard * degrees.expert * plan.accumulate * max(1, plan.micro_batches)
@@ -293,8 +292,8 @@ def test_fixed_keys_hold() -> None:
         (["expert=2"], "the model has no mixture of experts"),
         (["tensor=8", "context=1", "data=2"], "do not divide the ranks"),
         (["accumulate=7"], "samples of a rank do not divide into 7 passes"),
-        (["zero=3", "route=flat"], "route = 'flat' has no effect at zero = 3"),
-        (["pipeline=8", "precision=fp16"], "precision = 'fp16' with pipeline = 8"),
+        (["zero=3", "route=flat"], 'route = "flat" with zero = 3'),
+        (["pipeline=8", "precision=fp16"], 'precision = "fp16" with pipeline = 8'),
     ],
 )
 def test_impossible_requests_say_why(fixed: list[str], said: str) -> None:

@@ -23,7 +23,7 @@ from ....core.vocabulary.events import (
     SETUP_ZERO,
 )
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.spec import MOST_ZERO
+from ....core.vocabulary.rules import MOST_ZERO
 from ....core.vocabulary.sync_spec import EVERY_STEP
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean

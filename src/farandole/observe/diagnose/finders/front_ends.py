@@ -17,7 +17,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVALUATION, FSDP2, LIGHTNING, TRAINER
-from ....core.vocabulary.spec import MOST_ZERO, Plan
+from ....core.vocabulary.rules import MOST_ZERO
+from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.units import parse_bytes
 from ..facts.finding import Finding, Fix, format_cost
 from ..facts.proposals import distribute_by

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ....core.step_model.prediction import divide_samples, longest_seconds
-from ....core.vocabulary.degrees import SPEED, goes_with_speed, is_unequal
+from ....core.vocabulary.degrees import SPEED, is_unequal
 from ....core.vocabulary.events import (
     BACKWARD,
     COMPUTING,
@@ -31,7 +31,8 @@ from ....core.vocabulary.events import (
     SetupValue,
 )
 from ....core.vocabulary.rank_lists import name_ranks
-from ....core.vocabulary.spec import MOST_ZERO, Plan
+from ....core.vocabulary.rules import MOST_ZERO, allows
+from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
 from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost, stands_out
@@ -208,7 +209,7 @@ def _shares_fix(table: StepTable) -> list[Fix]:
     is_ours = all(each.layouts for each in timelines) and not table.front_end
     if not is_ours or len(timelines) < 2 or any(_rules_out_shares(each) for each in setups):
         return []
-    if is_unequal(str(plan.get("balance", ""))) or not goes_with_speed({**Plan().to_mapping(), **plan}):
+    if is_unequal(str(plan.get("balance", ""))) or not allows("balance", SPEED, {**Plan().to_mapping(), **plan}):
         return []
     counts = [mean([cell.samples for cell in own]) for own in table.cells]
     seconds = [

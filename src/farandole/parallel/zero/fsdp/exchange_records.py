@@ -29,7 +29,8 @@ from ....comm.world.world import World
 from ....core.step_model.link import ring_sent_bytes
 from ....core.vocabulary import events
 from ....core.vocabulary.errors import Mismatch
-from ....core.vocabulary.spec import MOST_ZERO, Plan
+from ....core.vocabulary.rules import MOST_ZERO
+from ....core.vocabulary.spec import Plan
 
 BLOCKS_ALIKE = (
     "run the same blocks in the same order on all ranks, and read their weights on all of them: draw what is "

@@ -1,0 +1,140 @@
+"""What `distribute` made of a model: one object that owns all that belongs to it, found by the model.
+
+Types of what it holds are named here for the reader and the type checker; nothing of it is imported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ..core.vocabulary.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..comm.reducer.reducer import GradientReducer
+    from ..comm.world.world import World
+    from ..core.vocabulary.spec import Plan
+    from .mesh import Mesh
+    from .optim.bf16_parameters import RoundedSteps
+    from .optim.step_hooks import StepExchange
+    from .optim.sync_policy import SyncPolicy
+    from .pipeline.pipeline import Pipeline
+    from .precision.passes import LowerPrecision
+    from .seeds import PassSeeds
+    from .tensor.proof import Proofs
+    from .train_schedule import TrainSchedule
+    from .zero.fsdp.passes import ShardedModel
+    from .zero.sharded_step import ShardedStep
+
+
+class Handle(Protocol):
+    """What a hook was registered with."""
+
+    def remove(self) -> None:
+        """Call the hook no more."""
+
+
+class DistributedModel:
+    """A model and its plan on the ranks of a mesh; of a model that is not distributed all fields are empty.
+
+    A field is None, or empty, where the plan asks for no such thing. The model keeps this alive, and not the
+    other way round.
+    """
+
+    def __init__(self, plan: Plan | None = None, mesh: Mesh | None = None) -> None:
+        self.plan, self.mesh = plan, mesh
+        self.reducer: GradientReducer | None = None
+        """Exchanges gradients in each step; None in a world of one, at stage 3, and where ranks train alone."""
+        self.expert_reducer: GradientReducer | None = None
+        """That of experts, where several ranks have the same ones."""
+        self.exchange: StepExchange | None = None
+        """What makes gradients means over the ranks, as an optimizer's step sees it: all reducers in one."""
+        self.policy: SyncPolicy | None = None
+        """Lets ranks train on their own between meetings; None: they agree in every step."""
+        self.passes: LowerPrecision | None = None
+        self.pipeline: Pipeline | None = None
+        self.proofs: Proofs | None = None
+        """Those of layers that are split."""
+        self.seeds: PassSeeds | None = None
+        self.schedule: TrainSchedule | None = None
+        self.sharded_steps: Sequence[ShardedStep] = ()
+        """Steps that update the rows of this rank, at stages 1 and 2."""
+        self.rounded_steps: RoundedSteps | None = None
+        self.hooks: list[Handle] = []
+        """What `undistribute` removes."""
+        self._sharded: weakref.ref[ShardedModel] | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DistributedModel:
+        """Return what `model` was made; an empty one when it is not distributed."""
+        return _known.get(model) or cls()
+
+    @classmethod
+    def require(cls, model: nn.Module, call: str) -> DistributedModel:
+        """Return what `model` was made; raise `ConfigError`, with the `call`, if it is not distributed."""
+        found = _known.get(model)
+        if found is None:
+            raise ConfigError(
+                f"{call}: this {type(model).__name__} is not distributed",
+                remedy="model, optimizer = farandole.distribute(model, optimizer)",
+            )
+        return found
+
+    @classmethod
+    def all(cls) -> list[nn.Module]:
+        """Return the models that are distributed and still live, in the order of `distribute`."""
+        return list(_known)
+
+    @classmethod
+    def all_of(cls, here: World) -> list[nn.Module]:
+        """Return the models whose gradients meet now in `here`, or would, were there more than one rank."""
+        owners = [(model, own.mesh, own.listener) for model, own in _known.items()]
+        return [
+            model
+            for model, mesh, listener in owners
+            if mesh is not None and mesh.here is here and (listener is None or listener.is_open)
+        ]
+
+    @property
+    def plan_and_mesh(self) -> tuple[Plan, Mesh]:
+        """Both, of a model that is distributed."""
+        assert self.plan is not None, "the model is not distributed"
+        assert self.mesh is not None, "it comes with the plan"
+        return self.plan, self.mesh
+
+    @property
+    def sharded(self) -> ShardedModel | None:
+        """The passes of a model whose parameters are sharded (ZeRO stage 3); the model keeps them alive."""
+        return None if self._sharded is None else self._sharded()
+
+    @sharded.setter
+    def sharded(self, sharded: ShardedModel) -> None:
+        self._sharded = weakref.ref(sharded)
+
+    @property
+    def listener(self) -> GradientReducer | ShardedModel | None:
+        """What is told of the model's passes and exchanges the gradients of all but experts."""
+        return self.reducer or self.sharded
+
+    def stands_for(self, model: nn.Module) -> None:
+        """Let `of` find this by `model` from now on."""
+        _known[model] = self
+
+    def end_every_step(self) -> None:
+        """Exchange no gradients from now on: ranks train on their own."""
+        reducer, self.reducer, self.exchange = self.reducer, None, None
+        if reducer is not None:
+            reducer.remove()
+
+    def forget(self, model: nn.Module) -> None:
+        """Remove all hooks; `model` is not distributed any more."""
+        del _known[model]
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+
+_known: weakref.WeakKeyDictionary[nn.Module, DistributedModel] = weakref.WeakKeyDictionary()

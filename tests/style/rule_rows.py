@@ -1,0 +1,72 @@
+"""What `farandole.core.vocabulary.rules` refuses, as the table of docs/plan.md: each rule with an example."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+from farandole.core.vocabulary.rules import FACTS, RULES, Rule, broken, shown
+from farandole.core.vocabulary.spec import Plan
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+START, END = "<!-- rules: written by `python -m tests.style` -->", "<!-- end of rules -->"
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "accumulate": (2, 0), "balance": ("speed",), "balance_cap": (4, -1), "bf16_parameters": (True,),
+    "bucket_bytes": (1024, -1), "chunks": (2,), "clip_norm": (1.0, -1.0), "codec": ("powersgd", "int8", "auto"),
+    "codec_for": ({"*": "topk"}, {"*": "int8"}), "congestion_control": ("bbr", "?"), "connections": (2, 17, 0),
+    "context": (2, 0), "context_kind": ("ring",), "data": (2, 0), "expert": (2, 0), "expert_codec": ("int8",),
+    "first_bucket_bytes": (1024, 0), "frozen_codec": ("int8",), "micro_batches": (2, -1), "nonfinite": ("skip",),
+    "offload": ("disk", "none"), "offload_directory": ("/data",), "overlap_gather": (True,),
+    "pipeline": (2, 4, 0), "pipeline_cuts": (("layers.2",),), "precision": ("fp16",), "recompute": ((),),
+    "route": ("hierarchical", "flat"), "schedule": ("gpipe", "zb-h1"), "sequence_parallel": (True,),
+    "shard": (2, 0), "shard_within": ("host",), "staging": ("always",), "stall_seconds": (-1.0,),
+    "sync": ("local", "server", "auto"), "sync_batch_norm": (True,), "tensor": (2, 0),
+    "tensor_recipe": ({"*.up": "columns"},), "timeout_seconds": (0.0,), "train_schedule": ({"0": "head.*"},),
+    "version": (0,), "weight_codec": ("int8",), "weight_versions": (2, 3), "zero": (1, 3, 4),
+    "elastic": (True,), "one_bit_adam": (True,),
+}  # fmt: skip
+"""Values of keys and facts that are tried for an example, beside the defaults."""
+
+
+def example(rule: Rule) -> dict[str, Any]:
+    """Return values of its keys that `rule` refuses, and no rule before it."""
+    defaults = vars(Plan())
+    tried = [[*_VALUES.get(key, ()), *([defaults[key]] if key in defaults else [])] for key in rule.values]
+    for values in itertools.product(*tried):
+        found = dict(zip(rule.values, values, strict=True))
+        if broken(found) is rule:
+            return found
+    raise AssertionError(f"{', '.join(rule.values)}{rule.why}: refuses nothing, or another rule does so first")
+
+
+def rows() -> list[str]:
+    """Return the table of rules on several keys, in Markdown; those that differ in the last key are one row."""
+    lines = ["| not together | because | instead |", "|---|---|---|"]
+    several = [rule for rule in RULES if len(rule.values) > 1]
+    for (_, why, remedy), alike in itertools.groupby(several, _without_last_key):
+        examples = [[_shown(*each) for each in example(rule).items()] for rule in alike]
+        keys = [*examples[0][:-1], " or ".join(each[-1] for each in examples)]
+        lines.append(f"| {', '.join(keys)} | {re.sub('^[:,] ', '', why).strip()} | {remedy} |")
+    return lines
+
+
+def _without_last_key(rule: Rule) -> tuple[list[str], str, str]:
+    return list(rule.values)[:-1], rule.why, rule.remedy
+
+
+def _shown(key: str, value: Any) -> str:
+    return FACTS.get(key, f"`{key} = {shown(value)}`")
+
+
+def write_rows() -> None:
+    """Write the table into docs/plan.md, between its markers."""
+    before, rest = PAGE.read_text().split(START)
+    after = rest.split(END)[1]
+    PAGE.write_text("\n".join([before + START, "", *rows(), "", END + after]))
+
+
+def written_rows() -> list[str]:
+    """Return the table that docs/plan.md has."""
+    return PAGE.read_text().split(START)[1].split(END)[0].strip().splitlines()
