@@ -154,9 +154,9 @@ def test_keys_that_a_pair_combines_with(case: tuple[tuple[str, str], dict[str, A
 def test_what_does_not_combine_is_refused_by_name_on_every_rank() -> None:
     for pair, keys, words in (
         (("data", "pipeline"), {"precision": "fp16"}, 'precision = "fp16" with pipeline = 2'),
-        (("data", "expert"), {"precision": "fp16"}, "precision = 'fp16' with expert = 2"),
+        (("data", "expert"), {"precision": "fp16"}, 'precision = "fp16" with expert = 2'),
         (("data", "expert"), {"zero": 1}, "zero = 1 with expert = 2"),
-        (("shard", "pipeline"), {"schedule": "zb-h1"}, "schedule = 'zb-h1' with zero = 3"),
+        (("shard", "pipeline"), {"schedule": "zb-h1"}, 'schedule = "zb-h1" with zero = 3'),
         (("data", "tensor"), {"bf16_parameters": True, "precision": "bf16"}, "bf16_parameters = true"),
     ):
         fd.init()

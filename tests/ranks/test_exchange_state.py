@@ -243,7 +243,7 @@ def test_nothing_to_save() -> None:
     fd.load_exchange_state(job[0], {})
     early, _ = begin(fd.Plan(codec="int8"))
     assert fd.exchange_state(early) == {}, "before the first backward"
-    with pytest.raises(ConfigError, match="this model is not distributed"):
+    with pytest.raises(ConfigError, match="this Sequential is not distributed"):
         fd.exchange_state(odd(1))
 
 

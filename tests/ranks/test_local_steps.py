@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -793,3 +794,23 @@ def test_an_optimizer_that_was_made_later_is_refused_and_a_wrapper_is_not(sync: 
     fd.drain(model)
     fd.shutdown()
     torch.optim.Adam(model.parameters()).step()
+
+
+@pytest.mark.parametrize("sync", ["local:H=2", "post_local:H=2,first=1"])
+@ranks(2)
+def test_what_a_policy_holds_is_free_when_the_model_is(sync: str) -> None:
+    """Without waiting for the collection of cycles, which a loop on an accelerator turns off."""
+    fd.init()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    fd.distribute(model, optimizer, fd.Plan(sync=sync))
+    policy = DistributedModel.of(model).policy
+    assert policy is not None
+    seen = weakref.ref(policy)
+    gc.collect()
+    gc.disable()
+    try:
+        del model, optimizer, policy
+        assert seen() is None, "something holds it in a circle"
+    finally:
+        gc.enable()

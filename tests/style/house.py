@@ -153,7 +153,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("blocks", "the repeated blocks of a model: one definition for all who ask"),
         ("model", "the owner of all that belongs to one distributed model; names types of files above, as fields"),
         ("changed_class", "modules whose class is changed in place, and whose copies are of the plain class"),
-        ("mesh", "groups and parts of the world by the degrees of a plan, and what cannot be combined"),
+        ("mesh", "groups and parts of the world by the degrees of a plan"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
         ("outer_pass", "what surrounds the forward pass of a model's own code, for what runs it in pieces"),
         ("seeds", "random numbers of a divided model: equal where ranks compute the same"),

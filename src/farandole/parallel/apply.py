@@ -6,6 +6,7 @@ on parameters, on each optimizer's step (exchange what is held back, clip, count
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -13,6 +14,7 @@ from typing import Any, TypeVar, overload
 from torch import nn
 from torch.optim import Optimizer
 
+from ..comm.autotune.autotuner import Autotuner
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
@@ -126,7 +128,7 @@ def distribute(
     if make_policy is not None and not sync.is_every_step and (here.size > 1 or not sync.is_plain_mean):
         _make_policy(make_policy, distributed, model, optimizers)
     for each, states in on_disk:
-        states.attach(each)
+        distributed.hooks += states.attach(each)
     _hook(distributed, model, optimizers)
     for each, states in on_disk:
         states.move_all(each)
@@ -242,17 +244,28 @@ def _make_policy(
     """Let the ranks train on their own between meetings, after the plan's first steps."""
     plan, mesh = distributed.plan_and_mesh
     buffers = BufferSync(mesh.replicas, model) if plan.buffers == "mean" else None
-    end = distributed.end_every_step if SyncSpec.parse(plan.sync).exchanges_gradients else None
+    seen = weakref.ref(distributed)  # which keeps the policy
+    end = partial(_end_every_step, seen) if SyncSpec.parse(plan.sync).exchanges_gradients else None
     policy = distributed.policy = make(
-        mesh.replicas, model, optimizers, plan, buffers=buffers, end_every_step=end,
-        tuner=lambda: None if distributed.reducer is None else distributed.reducer.tuner,
-    )  # fmt: skip
+        mesh.replicas, model, optimizers, plan, buffers=buffers, end_every_step=end, tuner=partial(_tuner_of, seen)
+    )
     others = OtherOptimizers(model, optimizers, policy)
     distributed.hooks += [
         *others.hooks,
         model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict)),
         model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded)),
     ]
+
+
+def _end_every_step(seen: weakref.ref[DistributedModel]) -> None:
+    distributed = seen()
+    if distributed is not None:
+        distributed.end_every_step()
+
+
+def _tuner_of(seen: weakref.ref[DistributedModel]) -> Autotuner | None:
+    distributed = seen()
+    return None if distributed is None or distributed.reducer is None else distributed.reducer.tuner
 
 
 def _make_reducer(replicas: World, model: nn.Module, plan: Plan) -> GradientReducer:
@@ -277,6 +290,7 @@ def _hook(distributed: DistributedModel, model: nn.Module, optimizers: Sequence[
     clipping = (
         None if plan.clip_norm is None else Clipping(plan.clip_norm, optimizers, exchange, in_steps=in_steps)
     )
+    hooks += [] if clipping is None else clipping.hooks
     steps: list[ShardedStep] = []
     for each in optimizers:
         if isinstance(listener, GradientReducer) and isinstance(each, OneBitAdam):

@@ -48,10 +48,8 @@ class DistributedModel:
         self.plan, self.mesh = plan, mesh
         self.reducer: GradientReducer | None = None
         """Exchanges gradients in each step; None in a world of one, at stage 3, and where ranks train alone."""
-        self.expert_reducer: GradientReducer | None = None
-        """That of experts, where several ranks have the same ones."""
         self.exchange: StepExchange | None = None
-        """What makes gradients means over the ranks, as an optimizer's step sees it: all reducers in one."""
+        """What makes gradients means over the ranks, as an optimizer's step sees it: that of experts included."""
         self.policy: SyncPolicy | None = None
         """Lets ranks train on their own between meetings; None: they agree in every step."""
         self.passes: LowerPrecision | None = None

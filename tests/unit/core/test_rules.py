@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from farandole.cli.options.job_options import refuse_plan
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, allows, broken, check
 from farandole.core.vocabulary.spec import Plan
+from farandole.plan.scale.scaling import ScaleRequest, candidate_of
 from tests.style.rule_rows import example, rows, written_rows
 
 
@@ -32,6 +34,21 @@ def test_a_degree_that_the_ranks_decide_is_refused_when_they_are_known() -> None
     check({**vars(plan), "data": 2})
     with pytest.raises(PlanError, match=r"accumulate = 2 with pipeline = 2: .*; set micro_batches"):
         check({**vars(plan), "pipeline": 2})
+
+
+def test_a_launcher_refuses_it_when_it_knows_the_ranks() -> None:
+    refuse_plan(Plan(pipeline="rest", accumulate=2), 1)
+    with pytest.raises(PlanError, match="accumulate = 2 with pipeline = 4"):
+        refuse_plan(Plan(pipeline="rest", accumulate=2), 4)
+    plan = Plan(tensor="rest", train_schedule={"0": "*"})
+    with pytest.raises(PlanError, match=r"train_schedule = .* with tensor = 4"):
+        candidate_of(plan, 4, ScaleRequest(plan, (4,), 8), "strong")
+
+
+def test_spaces_around_a_value_change_nothing() -> None:
+    assert Plan(sync=" every_step ", zero=1) == Plan(zero=1)
+    with pytest.raises(PlanError, match='sync = "auto" with codec = "none"'):
+        Plan(sync=" auto")
 
 
 def test_what_a_key_could_be_beside_others() -> None:

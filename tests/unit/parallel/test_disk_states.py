@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import subprocess
@@ -17,6 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
+from farandole.parallel.apply import undistribute
 from farandole.parallel.optim import disk_states
 
 Make = Callable[[Any], Optimizer]
@@ -99,6 +101,21 @@ def test_the_same_bits_as_in_memory(kind: str, disk: Path, monkeypatch: pytest.M
     assert not any(mapped(in_memory)), "the test can tell"
     assert list(disk.iterdir()) == [], "the file has no name"
     assert [len(group["params"]) for group in on_disk.param_groups] == [6], "groups are as they were"
+
+
+def test_without_the_plan_states_stay_in_the_file_and_steps_are_those_of_torch(disk: Path) -> None:
+    model, by_hand = model_of(), model_of()
+    fd.distribute(model, optimizer := AdamW(model.parameters(), 0.01), plan_of(disk))
+    train(model, optimizer, range(3))
+    undistribute(model)
+    by_hand.load_state_dict(model.state_dict())
+    plain = AdamW(by_hand.parameters(), 0.01)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(model, optimizer, range(3, 6))
+    train(by_hand, plain, range(3, 6))
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), by_hand.parameters(), strict=True))
+    assert len(optimizer._optimizer_step_pre_hooks) == 1, "that which records"
+    assert all(mapped(optimizer)), "nobody has moved them"
 
 
 def test_states_are_saved_and_loaded_as_ever(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ...core.environ.env import BACKENDS
 from ...core.environ.job_plan import read_plan
 from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
+from ...core.vocabulary.rules import check
 from ...core.vocabulary.spec import Plan
 from ...launch.start.placing import check_size
 from ...launch.start.request import JobRequest, read_command, script_label
@@ -88,4 +89,5 @@ def refuse_plan(plan: Plan | None, size: int | None) -> None:
     """Raise `PlanError` for a plan that so many ranks cannot have. `size`: None where it is not known."""
     if plan is not None and size is not None:
         degrees = degrees_of(plan, size)
+        check({**vars(plan), **degrees.above_one()})
         refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))

@@ -70,17 +70,23 @@ def _is_schedule_of_parts(schedule: str) -> bool:
 
 
 def _is_server(sync: str) -> bool:
-    return sync.strip().partition(":")[0] in (SERVER, ASYNC)
+    return sync.partition(":")[0] in (SERVER, ASYNC)
 
 
 def _meets_by_steps(sync: str) -> bool:
-    return sync.strip() not in (EVERY_STEP, MEASURED)
+    return sync not in (EVERY_STEP, MEASURED)
 
 
 def _needs_whole(codec: str) -> bool:
     """Whether a codec cannot send each element to one rank."""
+    if codec == NONE:
+        return False  # of nearly all plans
     spec = CodecSpec.parse(codec)
     return not spec.is_exact and not spec.is_quantized
+
+
+def _is_not_for_shards(codec: str) -> bool:
+    return codec != NONE and not CodecSpec.parse(codec).works_on_shards
 
 
 class Rule(NamedTuple):
@@ -96,7 +102,10 @@ class Rule(NamedTuple):
 
     def refuses(self, values: Values) -> bool:
         """Return whether all of `values` that it asks for are there, and refused."""
-        return all(key in values and test(values[key]) for key, test in self.values.items()) and self.where(values)
+        for key, test in self.values.items():
+            if key not in values or not test(values[key]):
+                return False
+        return self.where(values)
 
     def said(self, values: Values) -> str:
         """Return the message for `values`."""
@@ -178,13 +187,14 @@ RULES: Final = (
     Rule({"zero": _one_of(1, 2), "data": _above(1), "shard": _above(1)},
          ": at stages 1 and 2 all data-parallel ranks share the shards",
          "leave data or shard out, or set zero = 3"),
-    Rule({"codec": lambda codec: not CodecSpec.parse(codec).works_on_shards, "zero": _one_of(MOST_ZERO)},
+    Rule({"codec": _is_not_for_shards, "zero": _one_of(MOST_ZERO)},
          ": it needs whole gradients, and a rank has shards",
          f"use one of {', '.join(_SHARDED)}, or set zero = 0"),
     Rule({"codec": _needs_whole, "zero": _one_of(1, 2)}, _TO_ONE_RANK,
          "use a quantised codec (bf16, fp16, int8, fp8, int4), or set zero = 0"),
     Rule({"codec_for": lambda codecs: any(map(_needs_whole, codecs.values())), "zero": _one_of(1, 2)},
-         _TO_ONE_RANK, "use quantised codecs (bf16, fp16, int8, fp8, int4), or set zero = 0"),
+         ", which sends every element to one rank: one of these codecs does not",
+         "use quantised codecs (bf16, fp16, int8, fp8, int4), or set zero = 0"),
     *(Rule({key: _other_than(NONE), "shard_within": _one_of("host")},
            ": shards travel in the host, and the sum across hosts is exact",
            f'leave {key} out, or set shard_within = "world"')

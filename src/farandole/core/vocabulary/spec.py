@@ -144,6 +144,8 @@ class Plan:
     def __post_init__(self) -> None:
         _refuse_gone_routes(self.route, "plan")
         settle(self, where="plan", error=PlanError)
+        for name in ("codec", "sync"):
+            object.__setattr__(self, name, getattr(self, name).strip())
         if self.version > PLAN_VERSION:
             raise PlanError(
                 f"plan version {self.version} is newer than {PLAN_VERSION}, the newest this farandole reads",

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.utils.hooks import RemovableHandle
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
@@ -268,8 +269,11 @@ class DiskStates:
         total = _state_bytes(optimizer, shape_of)
         self._file = DiskFile(directory, total) if total else None
 
-    def attach(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step by chunks; before hooks that exchange parameters in the groups for shards."""
+    def attach(self, optimizer: Optimizer) -> list[RemovableHandle]:
+        """Let the optimizer step by chunks; before hooks that exchange parameters in the groups for shards.
+
+        Without the hooks that are returned states lie in the file as before, and a step takes all of them at once.
+        """
         offset = 0
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -277,8 +281,10 @@ class DiskStates:
                 if nbytes and parameter.requires_grad and self._file is not None:
                     self._regions[parameter] = _Region(self._file, offset, nbytes)
                     offset += nbytes
-        optimizer.register_load_state_dict_post_hook(self.move_all)
-        optimizer.register_step_pre_hook(self._before_step)
+        return [
+            optimizer.register_load_state_dict_post_hook(self.move_all),
+            optimizer.register_step_pre_hook(self._before_step),
+        ]
 
     def move_all(self, optimizer: Optimizer) -> None:
         """Move the states that there are. To be called between steps."""

@@ -190,10 +190,10 @@ class Clipping:
         self._passes = 0
         self._scaled: Optimizer | None = None
         """The optimizer that was told a scale of ours."""
-        if reducer is None and len(self._optimizers) > 1:
-            for parameter in self._parameters():
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._note_pass)
+        counted = self._parameters() if reducer is None and len(self._optimizers) > 1 else []
+        self.hooks = [
+            each.register_post_accumulate_grad_hook(self._note_pass) for each in counted if each.requires_grad
+        ]
 
     def clip(self, optimizer: Optimizer, *, evaluated: bool) -> None:
         """Clip before `optimizer` uses the gradients; `evaluated`: a closure has just made them."""

@@ -1,7 +1,7 @@
 """Why a model cannot be divided by a degree: heads, experts, tokens and layers. Reasons are texts; "": it can be.
 
 The one home of these rules for the planner and for ``farandole estimate``. What the product refuses whatever the
-model is in `plan.combinations`.
+model is in `core.vocabulary.rules`.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from typing import Final, Literal
 from ...core.cluster.cluster import Cluster, Coefficient, with_ranks
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
+from ...core.vocabulary.rules import check
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_seconds, parse_seconds, read_option
 from ..candidate import Candidate, Prediction, Term
@@ -381,6 +382,7 @@ def growing(plan: Plan) -> tuple[str, Plan]:
 def candidate_of(plan: Plan, ranks: int, request: ScaleRequest, mode: Mode) -> Candidate:
     """Return the job of one size."""
     degrees = degrees_of(plan, ranks)
+    check({**vars(plan), **degrees.above_one()})
     batch = request.global_batch
     if mode == "weak":
         first = degrees_of(plan, request.ranks[0])

@@ -18,7 +18,7 @@ from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.rules import MOST_ZERO, check
+from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.schedule_names import (
     DEFAULT_CHUNKS,
     DEFAULT_SCHEDULE,
@@ -169,8 +169,7 @@ class SearchLayout(NamedTuple):
         keys |= fixed
         if self.tensor == 1:
             keys.pop("tensor_recipe", None)  # it says how layers would be divided, and not that they are
-        plan = Plan(**{**keys, **tuned})
-        check({**vars(plan), **self.degrees.above_one()})
+        plan = Plan(**{**keys, **tuned})  # which knows all degrees
         return Candidate(plan, self.ranks, self.micro_batch * self.passes * self.sample_ranks)
 
     @property
