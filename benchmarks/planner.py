@@ -34,8 +34,6 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from planner_models import MODELS  # type: ignore[import-not-found]
-
 from farandole.core.cluster.cluster import Cluster, Coefficient
 from farandole.core.cluster.cluster_file import read_cluster
 from farandole.core.vocabulary.errors import PlanError
@@ -49,6 +47,7 @@ from farandole.plan.search.result import PredictedPlan
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.measure import Timing, measure_units
 from farandole.train.memory.batches import Batches
+from planner_models import MODELS  # type: ignore[import-not-found]
 
 HERE = Path(__file__).parent
 KIB, MIB = 2**10, 2**20

@@ -10,10 +10,10 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import planner_models  # type: ignore[import-not-found]
 import torch
 
 import farandole as fd
+import planner_models  # type: ignore[import-not-found]
 from farandole.core.vocabulary.degrees import OTHER_SAMPLES
 from farandole.parallel.apply import mesh_of, plan_of
 
