@@ -7,6 +7,7 @@ functions that need it: scripts that make emulated hosts fork, and may have one 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ from typing import Any, TypeVar
 
 from farandole.bench.measure.intervals import paired_ratio
 from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.core.host.heap import M_MMAP_THRESHOLD
 from farandole.core.host.process_status import peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,6 +239,13 @@ def peak_bytes_from_now() -> Callable[[], int]:
 
     before = peak()
     return lambda: peak() - before
+
+
+def give_back_large_blocks() -> int:
+    """Let each block from here on that is larger go back to the kernel when it is freed; return the bytes."""
+    least = 65536
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, least), "glibc's malloc takes the option"
+    return least
 
 
 # What is printed and written.
