@@ -10,13 +10,11 @@ reading after the pages were dropped from the cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,14 +23,14 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from shared import read_options
+from shared import timed as timed_here
 
 
 def timed(act: Callable[[], object]) -> float:
     """Return the seconds that `act` takes on the slowest rank."""
-    fd.barrier()
-    begin = time.perf_counter()
-    act()
-    return float(max(all_gather_json(fd.world(), "bench/seconds", time.perf_counter() - begin)))
+    seconds = timed_here(act, before=fd.barrier)()
+    return float(max(all_gather_json(fd.world(), "bench/seconds", seconds)))
 
 
 def on_main(act: Callable[[], object]) -> Callable[[], None]:
@@ -77,11 +75,7 @@ def compute() -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
+    options = read_options(__doc__, directory=Path, megabytes=1000, rounds=5)
     here = fd.init(progress=False)
     torch.set_num_threads(1)
     place = options.directory / "benchmark"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 
 from farandole.bench.models.language import TransformerBlock
+from models import Sleep, SleepForWeights, mean_square
 
 TOKENS, WIDTH, DEPTH, HEADS, VOCABULARY = 64, 192, 4, 6, 256
 VIRTUAL_WIDTH, VIRTUAL_BLOCKS = 512, 8
@@ -37,35 +36,6 @@ class Language(nn.Module):
         return logits
 
 
-class _Sleep(torch.autograd.Function):
-    """The identity: sleeps in forward, and as long in backward, where the gradient of its input is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.samples = x.shape[0]
-        time.sleep(SECONDS * ctx.samples / speed)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(SECONDS * ctx.samples / speed)
-        return gradients[0]
-
-
-class _SleepForWeights(torch.autograd.Function):
-    """The identity on a weight: sleeps in backward, where a gradient of weights is computed."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, samples: int) -> torch.Tensor:
-        ctx.samples = samples
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(SECONDS * ctx.samples / speed)
-        return gradients[0], None
-
-
 class VirtualBlock(nn.Module):
     """A layer with a gradient to exchange, which sleeps as long as a larger one computes.
 
@@ -78,14 +48,10 @@ class VirtualBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return (batch, width)."""
-        weight = _SleepForWeights.apply(self.linear.weight, x.shape[0])
-        y: torch.Tensor = _Sleep.apply(nn.functional.linear(x, weight, self.linear.bias))
+        seconds = SECONDS * x.shape[0] / speed
+        weight = SleepForWeights.apply(self.linear.weight, seconds)
+        y: torch.Tensor = Sleep.apply(nn.functional.linear(x, weight, self.linear.bias), seconds)
         return y
-
-
-def language_model() -> nn.Module:
-    """Return the real model."""
-    return Language()
 
 
 def language_batch(samples: int = 4) -> torch.Tensor:
@@ -108,13 +74,8 @@ def language_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def virtual_loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the mean square."""
-    return (output - targets).square().mean()
-
-
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
-    "language": (language_model, language_batch, language_loss),
-    "virtual": (virtual_model, virtual_batch, virtual_loss),
+    "language": (Language, language_batch, language_loss),
+    "virtual": (virtual_model, virtual_batch, mean_square),
 }
 """By name: the model, a batch of so many samples, and the loss of output and targets."""

@@ -5,17 +5,17 @@ farandole run -np 2 --plan plan.toml -- python benchmarks/planner_ranks.py langu
 
 from __future__ import annotations
 
-import argparse
 import resource
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import farandole as fd
-import planner_models  # type: ignore[import-not-found]
+import planner_models
+from farandole.core.host.process_status import data_bytes
 from farandole.core.vocabulary.degrees import OTHER_SAMPLES
 from farandole.parallel.apply import mesh_of, plan_of
+from shared import make_parser
 
 THREADS_BYTES = 64 * 2**20
 """Stacks of threads that start later, and what libraries allocate once."""
@@ -23,12 +23,14 @@ THREADS_BYTES = 64 * 2**20
 
 def main() -> None:
     """Train."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(
+        __doc__,
+        batch=(int, "samples of a step over all ranks"),
+        steps=30,
+        slow=(str, "RANK:SPEED of a rank whose sleep takes longer"),
+        memory=(int, "bytes that a rank may allocate beside libraries"),
+    )
     parser.add_argument("model", choices=planner_models.MODELS)
-    parser.add_argument("--batch", type=int, required=True, help="samples of a step over all ranks")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--slow", metavar="RANK:SPEED", help="a rank whose sleep takes longer")
-    parser.add_argument("--memory", type=int, metavar="BYTES", help="what a rank may allocate beside libraries")
     options = parser.parse_args()
     torch.set_num_threads(1)
     here = fd.init()
@@ -38,7 +40,7 @@ def main() -> None:
     make_model, make_batch, loss_of = planner_models.MODELS[options.model]
     if options.memory:
         _warm_up()
-        limit = _data_bytes() + options.memory + THREADS_BYTES
+        limit = (data_bytes() or 0) + options.memory + THREADS_BYTES
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -75,11 +77,6 @@ def _warm_up() -> None:
         model(torch.full((4, 64), float(fd.world().rank))).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _data_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
 
 
 if __name__ == "__main__":
