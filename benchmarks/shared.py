@@ -29,6 +29,7 @@ from farandole.core.host.process_status import peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 FARANDOLE = (sys.executable, "-m", "farandole")
+NEXT_HEADING = "\n## "
 Run = dict[str, Any]
 """What a run found, or a row of a result, as JSON has it."""
 Key = TypeVar("Key")
@@ -277,9 +278,9 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], right: Colle
 
 
 def write_figures(page: Path, opening: str, closing: str, figures: str) -> None:
-    """Replace what stands on a page between the line `opening` and `closing`, or the page's end."""
+    """Replace what stands on a page between two lines; after the last heading it is all that follows."""
     before, found, rest = page.read_text().partition(opening)
-    if not found:
-        raise SystemExit(f"{page} has no line {opening!r}: expected before the figures")
     _, ended, after = rest.partition(closing)
+    if not found or not (ended or closing == NEXT_HEADING):
+        raise SystemExit(f"{page} has no lines {opening!r} and {closing!r}: expected around the figures")
     page.write_text(f"{before}{opening}\n{figures}\n{ended}{after}")

@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verdict_score`
+
+from shared import FARANDOLE
+from verdict_pages import (
+    ENOUGH,
+    LITTLE,
+    burning,
+    diagnosed,
+    is_right,
+    play,
+    publish,
+    read_arguments,
+    summarise,
+    table,
+)
 
 SCRIPT = Path(__file__).with_name("verdict_trainings.py")
 WARM_UP = 3
@@ -183,35 +196,19 @@ class Trials:
         """Run the training once, and diagnose it."""
         self.count += 1
         where = self.directory / f"{self.count}-{case.training}-{fault}"
-        farandole = [sys.executable, "-m", "farandole"]
-        command = [*farandole, "run", "-np", "2", "--quiet", "--run-dir", str(where)]
-        if rate:
-            command = [*farandole, "emulate", "--hosts", "2", "--rate", rate]
-        for setting in settings:
-            command += ["--set", setting]
+        where.mkdir()
+        hosts = ["emulate", "--hosts", "2", "--rate", rate] if rate else ["run", "-np", "2", "--quiet"]
+        command = [*FARANDOLE, *hosts, *(word for setting in settings for word in ("--set", setting))]
         command += ["--", sys.executable, str(SCRIPT), case.training, "--fault", fault, "--size", str(case.size)]
         command += ["--steps", str(case.steps), *options]
-        beside = self.directory / f"beside-{self.count}"  # where emulated hosts leave their run
-        beside.mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"} if fault != "threads" else dict(os.environ)
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=beside
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        if rate:
-            (made,) = (beside / "runs").iterdir()
-            made.rename(where)
-        said = subprocess.run(
-            [*farandole, "diagnose", str(where), "--json"], capture_output=True, text=True, timeout=300, check=True
-        )
-        diagnosis = json.loads(said.stdout)
+        run, diagnosis = diagnosed(command, where, environment)
         taken = [
             {int(step): seconds for step, seconds in json.loads(file.read_text()).items()}
-            for file in sorted(where.glob("taken-rank*.json"))
+            for file in sorted(run.glob("taken-rank*.json"))
         ]
         if self.keep:
-            shutil.copytree(where, self.keep / where.name, ignore=shutil.ignore_patterns("*.pt"))
+            shutil.copytree(run, self.keep / where.name, ignore=shutil.ignore_patterns("*.pt"))
         return Outcome(float(diagnosis["step_seconds"]), diagnosis, taken)
 
     def healthy(self, case: Case) -> Outcome:
@@ -222,7 +219,7 @@ class Trials:
 
     def faulty(self, case: Case) -> Outcome:
         """Return the run with the fault."""
-        with burning() if case.burner else nothing():
+        with burning(case.burner):
             return self.run(case, fault=case.fault, rate=case.rate, settings=case.settings, options=case.options)
 
     def fixed(self, case: Case, fix: dict[str, Any]) -> tuple[Outcome, str]:
@@ -277,18 +274,16 @@ def judge(case: Case, trials: Trials) -> dict[str, Any]:
     findings = faulty.diagnosis["findings"]
     first = findings[0] if findings else None
     row: dict[str, Any] = {
-        "case": case.name, "size": case.size, "step": faulty.step, "healthy": healthy.step if healthy else None,
+        "case": case.name, "size": case.size, "faulty": faulty.step, "healthy": healthy.step if healthy else None,
         "verdict": faulty.diagnosis["verdict"], "kind": first["kind"] if first else None,
     }  # fmt: skip
     if not case.kinds:
-        row["right"] = first is None or first["share"] < 0.10
+        row["right"] = first is None or first["share"] < LITTLE
         if first and not row["right"] and first["fixes"] and first["fixes"][0]["changes"]:
             row |= gain_of(case, trials, first["fixes"][0], faulty_steps)
-            row["right"] = row.get("kept", 0.0) >= 0.8  # it was none too few
+            row["right"] = row.get("kept", 0.0) >= ENOUGH  # it was none too few
         return row
-    row["right"] = bool(
-        first and first["kind"] in case.kinds and (not case.ranks or tuple(first["ranks"]) == case.ranks)
-    )
+    row["right"] = is_right(first, case.kinds, case.ranks)
     mine = next((f for f in findings if f["kind"] in case.kinds), None)
     if mine is None:
         return row
@@ -321,34 +316,11 @@ def gain_of(case: Case, trials: Trials, fix: dict[str, Any], faulty_steps: list[
     return row
 
 
-def summarise(rows: list[dict[str, Any]]) -> str:
-    priced = [row for row in rows if row.get("price") is not None]
-    promised = [row for row in rows if row.get("kept") is not None]
-    return "\n".join(
-        [
-            "| asked | measured |",
-            "|---|---|",
-            f"| verdict right in >= 95 % | {sum(r['right'] for r in rows)} of {len(rows)} |",
-            f"| price within 15 % | {sum(abs(r['price'] - 1) <= 0.15 for r in priced)} of {len(priced)} |",
-            f"| first fix gives >= 0.8 of its promise in >= 90 % | {sum(r['kept'] >= 0.8 for r in promised)} of "
-            f"{len(promised)} |",
-        ]
-    )
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| case | found | healthy | faulty | cost | truth | fix | promised | gained |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        mark = "" if row["right"] else " **wrong**"
-        lines.append(
-            f"| {row['case']} | {row['kind'] or 'nothing'}{mark} | {ms(row.get('healthy'))} | {ms(row['step'])} | "
-            f"{ms(row.get('cost'))} | {ms(row.get('truth'))} | {row.get('done', '')} | "
-            f"{ms(row.get('promised'))} | {ms(row.get('gained'))} |"
-        )
-    return "\n".join(lines)
+ASKED = {
+    "right": "verdict right in >= 95 %",
+    "price": "price within 15 %",
+    "kept": "first fix gives >= 0.8 of its promise in >= 90 %",
+}
 
 
 def main() -> int:
@@ -357,7 +329,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         trials = Trials(Path(directory), arguments.keep, arguments.repeat)
         rows, failed = play(list(cases), lambda name: judge(cases[name], trials), arguments)
-    publish(rows, list(cases), [summarise(rows), table(rows)], BEGIN, arguments.page)
+    publish(
+        rows,
+        list(cases),
+        [summarise(rows, ASKED), table(rows, "fix", lambda row: row.get("done", ""))],
+        BEGIN,
+        arguments.page,
+    )
     return failed
 
 
