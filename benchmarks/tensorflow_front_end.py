@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farandole.bench.measure.launch_ranks import Hosts, remove_unless_failed, run_here
+from farandole.bench.measure.launch_ranks import Hosts, run_here
 from farandole.bench.measure.machine import busy_note, machine_facts, machine_line
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second
@@ -260,18 +260,13 @@ def addresses(hosts: Hosts) -> list[str]:
 
 def run_alone(words: Sequence[str], **variables: str) -> Run:
     """Run the worker as one process without a launcher; return what it found."""
-    folder = Path(tempfile.mkdtemp(prefix="farandole-bench-"))
-    output = folder / "result.json"
-    command = [sys.executable, "-m", WORKER, *words, "--output", str(output)]
-    code = 1
-    try:
-        code = run_here(["env", *(f"{name}={value}" for name, value in variables.items()), *command])
-        if code:
+    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "-m", WORKER, *words, "--output", str(output)]
+        if code := run_here(["env", *(f"{name}={value}" for name, value in variables.items()), *command]):
             raise FarandoleError(f"{' '.join(words)} ended with {code}", remedy="what it said is above")
         result: Run = json.loads(output.read_text())
         return result
-    finally:
-        remove_unless_failed(folder, code)
 
 
 def compile_once() -> Run:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import farandole as fd
+from memory_by_category import storages
 from models import large_language_model, next_byte_loss, random_bytes, step_of
 from shared import median_ms, paired, read_options, report, slowest_in_turns
 
@@ -28,14 +28,8 @@ PLANS = {
 
 def kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of gradients and states on this rank, each storage once."""
-    tensors = [parameter.grad for parameter in model.parameters()]
-    tensors += [
-        value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)
-    ]
-    local = [
-        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None
-    ]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
+    states = [value for each in optimizer.state.values() for value in each.values()]
+    return sum(storages([*(parameter.grad for parameter in model.parameters()), *states]).values())
 
 
 def main() -> None:

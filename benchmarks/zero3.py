@@ -40,32 +40,22 @@ PLANS = {
 
 
 class Blocks(nn.Module):
-    """Blocks one after the other, as the layers of a transformer."""
+    """Blocks in a row, as layers of a transformer; their gradients lie in memory as real ones do."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         super().__init__()
-        rows = int(arguments.million * 1e6 / arguments.blocks) // 1024
+        shape = int(arguments.million * 1e6 / arguments.blocks) // 1024, 1024
         seconds = arguments.compute_seconds / arguments.blocks / 3
-        self.blocks = nn.ModuleList(Block(rows, seconds) for _ in range(arguments.blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(SleepingLayer(torch.randn(shape) / 32, torch.randn(shape) / 32, seconds))
+            for _ in range(arguments.blocks)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return the same shape."""
         for block in self.blocks:
             x = block(x)
         return x
-
-
-class Block(nn.Module):
-    """A layer that sleeps, with a matrix of rows of 1024 elements, whose gradient lies in memory as a real one."""
-
-    def __init__(self, rows: int, seconds: float) -> None:
-        super().__init__()
-        self.layer = SleepingLayer(torch.randn(rows, 1024) / 32, torch.randn(rows, 1024) / 32, seconds)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Take and return the same shape."""
-        out: torch.Tensor = self.layer(x)
-        return out
 
 
 def contenders(arguments: argparse.Namespace, group: dist.ProcessGroup) -> dict[str, Callable[[], None]]:
