@@ -24,7 +24,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from shared import read_options, timed
+from shared import make_parser, timed
 
 
 def slowest_seconds(act: Callable[[], object]) -> float:
@@ -67,7 +67,9 @@ def compute() -> None:
 
 def main() -> None:
     """Measure and print."""
-    options = read_options(__doc__, directory=Path, megabytes=1000, rounds=5)
+    parser = make_parser(__doc__, megabytes=1000, rounds=5)
+    parser.add_argument("--directory", type=Path, required=True)
+    options = parser.parse_args()
     here = fd.init(progress=False)
     torch.set_num_threads(1)
     place = options.directory / "benchmark"

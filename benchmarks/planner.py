@@ -47,7 +47,7 @@ from farandole.plan.search.result import PredictedPlan
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.measure import Timing, measure_units
 from farandole.train.memory.batches import Batches
-from planner_models import MODELS
+from planner_ranks import MODELS
 from shared import FARANDOLE, read_options
 
 HERE = Path(__file__).parent

@@ -21,27 +21,17 @@ import torch.distributed as dist
 
 import farandole as fd
 import farandole.backend
+import models
 from farandole.parallel.tensor.apply_tensor import proofs_of
-from models import (
-    BLOCK_HEADS,
-    BLOCK_TOKENS,
-    BLOCK_WIDTH,
-    COLUMNS,
-    ROWS,
-    Block,
-    mean_square_loss,
-    step_of,
-    stock_block,
-)
 from shared import alone, median_ms, medians_ms, paired, read_options, report, slowest_in_turns
 
-RECIPE = {**dict.fromkeys(COLUMNS, "columns"), **dict.fromkeys(ROWS, "rows")}
+RECIPE = {**dict.fromkeys(models.COLUMNS, "columns"), **dict.fromkeys(models.ROWS, "rows")}
 
 
-def whole_block() -> Block:
+def whole_block() -> models.Block:
     """Return the block with all its heads, alike on all ranks."""
     torch.manual_seed(0)
-    return Block(BLOCK_HEADS, norms=True)
+    return models.Block(models.BLOCK_HEADS, norms=True)
 
 
 def main() -> None:
@@ -49,17 +39,19 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's own, of its older names
     world: Any = fd.init()
-    x = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
-    loss_of = mean_square_loss(x)
-    whole = step_of(whole_block(), loss_of)
+    x = torch.randn(
+        1, models.BLOCK_TOKENS, models.BLOCK_WIDTH, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_(True)
+    loss_of = models.mean_square_loss(x)
+    whole = models.step_of(whole_block(), loss_of)
     block = whole_block()
     optimizer = torch.optim.SGD(block.parameters(), 0.1)
     fd.distribute(block, optimizer, fd.Plan(tensor=world.size, tensor_recipe=RECIPE))
-    steps = {"ours": step_of(block, loss_of)}
+    steps = {"ours": models.step_of(block, loss_of)}
     if not arguments.only_ours:
         farandole.backend.register()
         for name, backend in (("stock", "gloo"), ("stock, our backend", "farandole")):
-            steps[name] = step_of(stock_block(dist.new_group(backend=backend), norms=True), loss_of)
+            steps[name] = models.step_of(models.stock_block(dist.new_group(backend=backend), norms=True), loss_of)
     steps["ours"]()
     proofs = proofs_of(block)
     assert proofs is not None, "the block is split"

@@ -33,19 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 import farandole.backend
-from models import (
-    BLOCK_TOKENS,
-    BLOCK_WIDTH,
-    Loss,
-    SleepingLayer,
-    build,
-    large_language_model,
-    mean_square_loss,
-    next_byte_loss,
-    random_bytes,
-    step_of,
-    stock_block,
-)
+import models
 from shared import make_parser, medians_ms, paired, report, slowest_in_turns, stage_3_bound_ms
 
 BACKENDS = ("gloo", "farandole")
@@ -65,9 +53,9 @@ def measure(
     })  # fmt: skip
 
 
-def training_step(model: nn.Module, loss_of: Loss) -> Callable[[], None]:
+def training_step(model: nn.Module, loss_of: models.Loss) -> Callable[[], None]:
     """Return a step with an optimizer."""
-    return step_of(model, loss_of, torch.optim.SGD(model.parameters(), 1e-4))
+    return models.step_of(model, loss_of, torch.optim.SGD(model.parameters(), 1e-4))
 
 
 def small_calls(group: Any, byte_count: int) -> dict[str, Callable[[], object]]:
@@ -110,8 +98,8 @@ def small(groups: Groups, arguments: argparse.Namespace) -> None:
 
 
 def ddp(groups: Groups, arguments: argparse.Namespace) -> None:
-    large = large_language_model, next_byte_loss(random_bytes(2, 128, dist.get_rank()))
-    for make, loss_of in (build("lm"), large):
+    large = models.large_language_model, models.next_byte_loss(models.random_bytes(2, 128, dist.get_rank()))
+    for make, loss_of in (models.build("lm"), large):
         steps, count = {}, 0
         for name, group in groups.items():
             torch.manual_seed(0)
@@ -122,12 +110,14 @@ def ddp(groups: Groups, arguments: argparse.Namespace) -> None:
 
 
 def tensor_parallel(groups: Groups, arguments: argparse.Namespace) -> None:
-    tokens = torch.randn(1, BLOCK_TOKENS, BLOCK_WIDTH, requires_grad=True)
-    loss_of = mean_square_loss(tokens)
-    steps = {name: training_step(stock_block(group, norms=False), loss_of) for name, group in groups.items()}
+    tokens = torch.randn(1, models.BLOCK_TOKENS, models.BLOCK_WIDTH, requires_grad=True)
+    loss_of = models.mean_square_loss(tokens)
+    steps = {
+        name: training_step(models.stock_block(group, norms=False), loss_of) for name, group in groups.items()
+    }
 
     def four_sums(group: Any) -> Callable[[], None]:
-        message = torch.zeros(1, BLOCK_TOKENS, BLOCK_WIDTH)
+        message = torch.zeros(1, models.BLOCK_TOKENS, models.BLOCK_WIDTH)
 
         def run() -> None:
             for _ in range(4):
@@ -136,7 +126,7 @@ def tensor_parallel(groups: Groups, arguments: argparse.Namespace) -> None:
         return run
 
     sums = {name: four_sums(group) for name, group in groups.items()}
-    shape = {"width": BLOCK_WIDTH, "tokens": BLOCK_TOKENS}
+    shape = {"width": models.BLOCK_WIDTH, "tokens": models.BLOCK_TOKENS}
     measure("tensor-parallel", shape, steps, arguments.samples)
     measure("tensor-parallel, its four sums alone", shape, sums, arguments.samples)
 
@@ -148,11 +138,13 @@ def fsdp(groups: Groups, arguments: argparse.Namespace) -> None:
         mesh = DeviceMesh.from_group(group, "cpu")
         seconds = arguments.compute_seconds / layers / 3
         gradient = torch.ones(1).expand(elements)
-        model = nn.Sequential(*(SleepingLayer(torch.ones(elements), gradient, seconds) for _ in range(layers)))
+        model = nn.Sequential(
+            *(models.SleepingLayer(torch.ones(elements), gradient, seconds) for _ in range(layers))
+        )
         for layer in model:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        steps[name] = training_step(model, mean_square_loss(torch.ones(4)))
+        steps[name] = training_step(model, models.mean_square_loss(torch.ones(4)))
     facts = {"million parameters": arguments.million, "compute_ms": 1e3 * arguments.compute_seconds}
     if arguments.gigabits:
         facts["wire_bound_ms"] = stage_3_bound_ms(layers * elements, fd.world().node_count, arguments.gigabits)

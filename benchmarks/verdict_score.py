@@ -30,19 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verdict_score`
 
+import verdict_pages as pages
 from shared import FARANDOLE
-from verdict_pages import (
-    ENOUGH,
-    LITTLE,
-    burning,
-    diagnosed,
-    is_right,
-    play,
-    publish,
-    read_arguments,
-    summarise,
-    table,
-)
 
 SCRIPT = Path(__file__).with_name("verdict_trainings.py")
 WARM_UP = 3
@@ -177,7 +166,7 @@ class Trials:
         command += ["--", sys.executable, str(SCRIPT), case.training, "--fault", fault, "--size", str(case.size)]
         command += ["--steps", str(case.steps), *options]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"} if fault != "threads" else dict(os.environ)
-        run, diagnosis = diagnosed(command, where, environment)
+        run, diagnosis = pages.diagnosed(command, where, environment)
         taken = [
             {int(step): seconds for step, seconds in json.loads(file.read_text()).items()}
             for file in sorted(run.glob("taken-rank*.json"))
@@ -194,7 +183,7 @@ class Trials:
 
     def faulty(self, case: Case) -> Outcome:
         """Return the run with the fault."""
-        with burning(case.burner):
+        with pages.burning(case.burner):
             return self.run(case, fault=case.fault, rate=case.rate, settings=case.settings, options=case.options)
 
     def fixed(self, case: Case, fix: dict[str, Any]) -> tuple[Outcome, str]:
@@ -253,12 +242,12 @@ def judge(case: Case, trials: Trials) -> dict[str, Any]:
         "verdict": faulty.diagnosis["verdict"], "kind": first["kind"] if first else None,
     }  # fmt: skip
     if not case.kinds:
-        row["right"] = first is None or first["share"] < LITTLE
+        row["right"] = first is None or first["share"] < pages.LITTLE
         if first and not row["right"] and first["fixes"] and first["fixes"][0]["changes"]:
             row |= gain_of(case, trials, first["fixes"][0], faulty_steps)
-            row["right"] = row.get("kept", 0.0) >= ENOUGH  # it was none too few
+            row["right"] = row.get("kept", 0.0) >= pages.ENOUGH  # it was none too few
         return row
-    row["right"] = is_right(first, case.kinds, case.ranks)
+    row["right"] = pages.is_right(first, case.kinds, case.ranks)
     mine = next((f for f in findings if f["kind"] in case.kinds), None)
     if mine is None:
         return row
@@ -299,13 +288,13 @@ ASKED = {
 
 
 def main() -> int:
-    arguments = read_arguments(str(__doc__), repeat=1)
+    arguments = pages.read_arguments(str(__doc__), repeat=1)
     cases = {case.name: case for case in CASES}
     with tempfile.TemporaryDirectory() as directory:
         trials = Trials(Path(directory), arguments.keep, arguments.repeat)
-        rows, failed = play(list(cases), lambda name: judge(cases[name], trials), arguments)
-    parts = [summarise(rows, ASKED), table(rows, "fix", lambda row: row.get("done", ""))]
-    publish(rows, list(cases), parts, BEGIN, arguments.page)
+        rows, failed = pages.play(list(cases), lambda name: judge(cases[name], trials), arguments)
+    parts = [pages.summarise(rows, ASKED), pages.table(rows, "fix", lambda row: row.get("done", ""))]
+    pages.publish(rows, list(cases), parts, BEGIN, arguments.page)
     return failed
 
 

@@ -35,23 +35,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verdict_strangers`
 
+import verdict_pages as pages
 from farandole.core.vocabulary.degrees import ORDER
 from farandole.observe.diagnose.facts.finding import OUTSIDE
 from shared import ROOT
 from strangers import STRANGERS, Stranger
 from strangers_divided import DIVIDED
-from verdict_pages import (
-    ENOUGH,
-    LITTLE,
-    burning,
-    diagnosed,
-    is_right,
-    play,
-    publish,
-    read_arguments,
-    summarise,
-    table,
-)
 
 BEGIN = "<!-- figures of benchmarks/verdict_strangers.py -->"
 BEGIN_DIVIDED = "<!-- figures of benchmarks/verdict_strangers.py: divided models -->"
@@ -81,8 +70,8 @@ class Lab:
         if not self.is_file:
             self.script.write_text(text)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        with burning(self.case.burner and is_faulty):
-            run, diagnosis = diagnosed(words, where, {**os.environ, "PATH": path})
+        with pages.burning(self.case.burner and is_faulty):
+            run, diagnosis = pages.diagnosed(words, where, {**os.environ, "PATH": path})
         for left in where.glob("*.pt"):
             left.unlink()
         summary = json.loads((run / "summary.json").read_text())
@@ -173,10 +162,10 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
     by_hand = not paste or any(text in paste for text in _LOOKS)
     scored = bool(fix and not by_hand and gain and gain["seconds"] > 0)
     if not case.kinds:
-        row["right"] = first is None or first["share"] < LITTLE
+        row["right"] = first is None or first["share"] < pages.LITTLE
         scored = scored and not row["right"]
     else:
-        row["right"] = is_right(first, case.kinds, case.ranks)
+        row["right"] = pages.is_right(first, case.kinds, case.ranks)
     pasted = []
     for number in range(repeat if compared or scored else 1):
         if number:
@@ -203,7 +192,7 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
         row["gained"] = row["faulty"] - row["pasted"]
         row["kept"] = row["gained"] / row["promised"]
         if not case.kinds:
-            row["right"] = row["kept"] >= ENOUGH  # it was none too many
+            row["right"] = row["kept"] >= pages.ENOUGH  # it was none too many
     return row
 
 
@@ -233,7 +222,7 @@ def shown_fix(row: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    arguments = read_arguments(str(__doc__), repeat=3)
+    arguments = pages.read_arguments(str(__doc__), repeat=3)
     cases = {case.name: case for case in (*STRANGERS, *DIVIDED)}
 
     def play_case(name: str) -> dict[str, Any]:
@@ -244,12 +233,18 @@ def main() -> int:
                 if arguments.keep:
                     shutil.copytree(directory, arguments.keep / name, dirs_exist_ok=True)
 
-    rows, failed = play(list(cases), play_case, arguments)
+    rows, failed = pages.play(list(cases), play_case, arguments)
     for begin, group in ((BEGIN, STRANGERS), (BEGIN_DIVIDED, DIVIDED)):
         names = [case.name for case in group]
         own = [row for row in rows if row["case"] in names]
         if own:
-            publish(own, names, [summarise(own, ASKED), table(own, "first fix", shown_fix)], begin, arguments.page)
+            pages.publish(
+                own,
+                names,
+                [pages.summarise(own, ASKED), pages.table(own, "first fix", shown_fix)],
+                begin,
+                arguments.page,
+            )
     return failed
 
 
