@@ -223,7 +223,7 @@ def main() -> None:
         seconds_of = [ordered[len(ordered) // 2], ordered[-1], max(found.clean_seconds, default=0.0)]
         cells = [f"{each:.2f} s" for each in seconds_of]
         rows.append([kind, len(found.clean_seconds), *cells, *(found.left[what] for what in KINDS)])
-    print(markdown(["start", "count", "median", "longest", "clean after, longest", *KINDS], rows))
+    print(markdown(f"start | count | median | longest | clean after, longest | {' | '.join(KINDS)}", rows))
     done = sum(len(found.clean_seconds) for found in kinds.values())
     print(f"{done} starts in {seconds:.0f} s; load of the machine at the end {os.getloadavg()[0]:.1f}")
     if after:

@@ -26,6 +26,7 @@ from farandole.comm.device.accelerator import accelerators, backend_of, model_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.world.world import World
+from models import step_of
 from shared import median_ms, read_options
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -87,14 +88,12 @@ def _trainer(name: str, world: World, device: torch.device, options: argparse.Na
         reducer = GradientReducer(world, list(model.named_parameters()), plan, ReducerOptions())
         vars(model)["reducer"] = reducer
 
-    def step() -> None:
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
+            loss: torch.Tensor = model(rows).square().mean()
+        return loss
 
-    return step
+    return step_of(model, loss_of, optimizer)
 
 
 def _in_turns(

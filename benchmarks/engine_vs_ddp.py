@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
@@ -35,7 +36,7 @@ def main() -> None:
     world = fd.init()
     recorder = world.session.recorder
     make, loss_of = build(arguments.model)
-    trained = {}
+    trained: dict[str, nn.Module] = {}
 
     def trainer(name: str) -> Callable[[], None]:
         torch.manual_seed(0)

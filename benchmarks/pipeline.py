@@ -69,11 +69,8 @@ def chain(seconds: list[float], plan: fd.Plan) -> tuple[nn.Module, torch.optim.O
     model = nn.Sequential(*[Sleeper(each) for each in seconds])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fd.distribute(model, optimizer, plan)
-    return (
-        model,
-        optimizer,
-        torch.ones(plan.micro_batches, 4).requires_grad_(),
-    )  # the first stage sleeps for it, too
+    batch = torch.ones(plan.micro_batches, 4).requires_grad_()  # the first stage sleeps for its input, too
+    return model, optimizer, batch
 
 
 def measure(seconds: list[float], plan: fd.Plan) -> tuple[float, float, Any]:

@@ -270,11 +270,11 @@ def report(found: Mapping[str, Any], *, indent: int | None = None, out: Path | N
             out.write_text(json.dumps(whole, indent=1) + "\n")
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], right: Collection[int] = ()) -> str:
-    """Return a table in Markdown; columns `right` are aligned to the right."""
-    marks = ["--:" if number in right else "---" for number in range(len(head))]
-    lines = [f"| {' | '.join(map(str, line))} |" for line in (head, *rows)]
-    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]])
+def markdown(head: str, rows: Iterable[Sequence[object]], right: Collection[int] = ()) -> str:
+    """Return a table in Markdown, its head given as it stands there; columns `right` are aligned to the right."""
+    marks = ["--:" if number in right else "---" for number in range(1 + head.count("|"))]
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    return "\n".join([f"| {head} |", f"|{'|'.join(marks)}|", *lines])
 
 
 def write_figures(page: Path, opening: str, closing: str, figures: str) -> None:

@@ -39,9 +39,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's own, of its older names
     world: Any = fd.init()
-    x = torch.randn(
-        1, models.BLOCK_TOKENS, models.BLOCK_WIDTH, generator=torch.Generator().manual_seed(1)
-    ).requires_grad_(True)
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(1, models.BLOCK_TOKENS, models.BLOCK_WIDTH, generator=draw, requires_grad=True)
     loss_of = models.mean_square_loss(x)
     whole = models.step_of(whole_block(), loss_of)
     block = whole_block()

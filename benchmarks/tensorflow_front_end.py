@@ -135,7 +135,7 @@ def local(options: argparse.Namespace, has_theirs: bool) -> list[str]:
         for model in ("small", "mlp")
         for kind in runs
     ]  # fmt: skip
-    head = ["model", "gradients", "what", "ms a step", "alone, ms", "over MWMS (lowest to highest)", "target"]
+    head = "model | gradients | what | ms a step | alone, ms | over MWMS (lowest to highest) | target"
     note = "Medians of all steps. Alone: the same `fit` without an exchange, on both ranks at once."
     return [markdown(head, rows, right=(1, 3, 4, 5, 6)), "", note]
 
@@ -168,17 +168,7 @@ def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
                 f"{exact / mine:.2f} x" if contender in {"int8", "int4", AUTO} and exact and mine else "",
                 targets.get(contender, ""),
             ])  # fmt: skip
-    head = [
-        "model",
-        "gradients",
-        "what",
-        "ms a step",
-        "sent, MB",
-        "bound, ms",
-        "over MWMS",
-        "exact over it",
-        "target",
-    ]
+    head = "model | gradients | what | ms a step | sent, MB | bound, ms | over MWMS | exact over it | target"
     note = (
         f"Two emulated hosts, one rank each, links of {options.rate}. Sent: bytes of a host and step, headers "
         "included, counted by the kernel. Bound: what these bytes need at the rate, without compute (alone)."
@@ -220,7 +210,7 @@ def small_ops(options: argparse.Namespace, _: bool) -> list[str]:
     ):
         taken = [each[key] for each in compiled]
         rows.append([title, target, f"{statistics.median(taken):.2f} s", "", f"{min(taken):.2f} s"])
-    return [markdown(["figure", "target", "median", "lower quartile", "lowest"], rows, right=(1, 2, 3, 4))]
+    return [markdown("figure | target | median | lower quartile | lowest", rows, right=(1, 2, 3, 4))]
 
 
 MODES: dict[str, Callable[[argparse.Namespace, bool], list[str]]] = {

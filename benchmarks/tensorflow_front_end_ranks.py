@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from farandole.bench.measure.intervals import sent_bytes
 from shared import seconds_of, take_turns, worker_parser, write_found
 
 WIDTHS = {
@@ -69,7 +69,7 @@ class Training:
         moments: list[tuple[float, int]] = []
 
         def note(*_: Any, **__: Any) -> None:
-            moments.append((time.perf_counter(), sent_bytes()))
+            moments.append((time.perf_counter(), sent_bytes(loopback=False)))
 
         watch = type("Watch", (self._tf.keras.callbacks.Callback,), {"on_train_batch_end": note})
         count = steps + WARM_UP_STEPS
@@ -85,15 +85,6 @@ def dataset(tf: Any, name: str) -> Any:
     x = draw.normal(size=(BATCH, WIDTHS[name][0])).astype("float32")
     y = draw.integers(0, 10, size=BATCH)
     return tf.data.Dataset.from_tensors((x, y)).repeat()
-
-
-def sent_bytes() -> int:
-    """Return the bytes that this host's first interface has sent; 0 where there is none of that name."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counts.split()[8])
-    return 0
 
 
 def import_tensorflow(*, legacy: bool) -> Any:

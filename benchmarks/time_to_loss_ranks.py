@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import default_collate
 
 import farandole as fd
 from farandole.bench.data import ByteWindows, load_text
@@ -69,8 +70,8 @@ class Data:
 
 
 def stack(windows: ByteWindows, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = [windows[index] for index in indices]
-    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
+    inputs, targets = default_collate([windows[index] for index in indices])
+    return inputs, targets
 
 
 def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def summarise(rows: Sequence[Run], titles: Mapping[str, str]) -> str:
     }
     found = {key: [good[key](row[key]) for row in rows if row.get(key) is not None] for key in titles}
     lines = [[title, f"{sum(found[key])} of {len(found[key])}"] for key, title in titles.items()]
-    return markdown(["asked", "measured"], lines)
+    return markdown("asked | measured", lines)
 
 
 def table(rows: Sequence[Run], fix_title: str, fix_of: Callable[[Run], str]) -> str:
@@ -97,8 +97,7 @@ def table(rows: Sequence[Run], fix_title: str, fix_of: Callable[[Run], str]) -> 
         )
         kind = f"{row['kind'] or 'nothing'}{'' if row['right'] else ' **wrong**'}"
         lines.append([row["case"], kind, healthy, faulty, cost, truth, fix_of(row), promised, gained])
-    head = ["case", "found", "healthy", "faulty", "cost", "truth", fix_title, "promised", "gained"]
-    return markdown(head, lines)
+    return markdown(f"case | found | healthy | faulty | cost | truth | {fix_title} | promised | gained", lines)
 
 
 def publish(

@@ -238,13 +238,8 @@ def main() -> int:
         names = [case.name for case in group]
         own = [row for row in rows if row["case"] in names]
         if own:
-            pages.publish(
-                own,
-                names,
-                [pages.summarise(own, ASKED), pages.table(own, "first fix", shown_fix)],
-                begin,
-                arguments.page,
-            )
+            parts = [pages.summarise(own, ASKED), pages.table(own, "first fix", shown_fix)]
+            pages.publish(own, names, parts, begin, arguments.page)
     return failed
 
 
