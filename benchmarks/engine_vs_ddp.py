@@ -45,10 +45,10 @@ def main() -> None:
         if name == "ddp":
             return step_of(DistributedDataParallel(model), loss_of, optimizer)
         fd.distribute(model, optimizer, fd.Plan(route=arguments.route))
-        step, chosen = step_of(model, loss_of, optimizer), NullRecorder() if name == "unrecorded" else recorder
+        step = step_of(model, loss_of, optimizer)
 
         def recorded_step() -> None:
-            world.session.recorder = chosen
+            world.session.recorder = NullRecorder() if name == "unrecorded" else recorder
             step()
 
         return recorded_step

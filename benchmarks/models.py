@@ -53,7 +53,10 @@ def step_of(model: nn.Module, loss_of: Loss, optimizer: torch.optim.Optimizer | 
     """Return a step of training; without an optimizer it ends with the backward pass."""
 
     def step() -> None:
-        (model if optimizer is None else optimizer).zero_grad()
+        if optimizer is None:
+            model.zero_grad()
+        else:
+            optimizer.zero_grad()
         loss_of(model).backward()
         if optimizer is not None:
             optimizer.step()

@@ -165,7 +165,7 @@ def main() -> None:
         micro_batches=[4, 8, 16],
         schedules=["gpipe", "1f1b", "interleaved", "zb-h1", "no-flush", "split"],
     )
-    run_on_ranks(RANKS)
+    run_on_ranks(RANKS, "--quiet")
     torch.set_num_threads(1)
     fd.init(progress=False)
     bubbles([name for name in options.schedules if name not in ("split", "no-flush")], options.micro_batches)

@@ -72,16 +72,16 @@ def is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def run_on_ranks(ranks: int) -> None:
+def run_on_ranks(ranks: int, *options: str) -> None:
     """Run this script, with its arguments, on so many ranks of this machine; end with their exit code.
 
-    On a rank it returns at once.
+    `options` are those of `farandole run`. On a rank it returns at once.
     """
     if "FARANDOLE_RANK" in os.environ:
         return
     with tempfile.TemporaryDirectory() as place:
-        options = ["run", "-np", str(ranks), "--no-bind", "--run-dir", f"{place}/run"]
-        done = subprocess.run([*FARANDOLE, *options, "--", sys.executable, *sys.argv], check=False)
+        launch = [*FARANDOLE, "run", "-np", str(ranks), "--no-bind", "--run-dir", f"{place}/run", *options]
+        done = subprocess.run([*launch, "--", sys.executable, *sys.argv], check=False)
     sys.exit(done.returncode)
 
 
@@ -187,7 +187,7 @@ def slowest_in_turns(
 
 def alone(step: Callable[[], None], rounds: int, world: Any) -> list[float]:
     """Return the seconds of steps of rank 0; the others wait for a key of the store, without computing."""
-    seconds = []
+    seconds: list[float] = []
     topic = world.topic("alone")
     if world.rank == 0:
         step()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from shared import FARANDOLE, NEXT_HEADING, Run, make_parser, markdown, write_figures
 
@@ -36,7 +37,8 @@ def read_arguments(about: str, *, repeat: int) -> argparse.Namespace:
 
 def diagnosed(command: Sequence[str], where: Path, environment: Mapping[str, str]) -> tuple[Path, Run]:
     """Run a command in the directory `where`; return the run's directory, and what `farandole diagnose` says."""
-    options = {"capture_output": True, "text": True, "timeout": _LONGEST_SECONDS, "env": environment, "cwd": where}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _LONGEST_SECONDS}
+    options |= {"env": environment, "cwd": where}
     done = subprocess.run(command, check=False, **options)
     runs = sorted((where / "runs").iterdir()) if (where / "runs").exists() else []
     if done.returncode or len(runs) != 1:
