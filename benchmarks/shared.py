@@ -168,8 +168,8 @@ def of_slowest(values: Iterable[float]) -> list[float]:
 
 
 def slowest_in_turns(
-    calls: Mapping[str, Callable[[], object]], rounds: int, *, steps: int = 1, repeats: int = 1, warm_up: int = 1
-) -> dict[str, list[float]]:
+    calls: Mapping[Key, Callable[[], object]], rounds: int, *, steps: int = 1, repeats: int = 1, warm_up: int = 1
+) -> dict[Key, list[float]]:
     """Return the seconds of each call on the rank that took longest, in order of time.
 
     Turns and `warm_up` are those of `take_turns`. A turn is `steps` figures, each the mean of `repeats` calls in a
