@@ -14,12 +14,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -27,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.core.step_model.prediction import divide_samples, longest_seconds
+from shared import is_main, make_parser, run_on_ranks, take_turns
 
 STEPS = 80
 
@@ -74,52 +72,36 @@ def gain(arguments: argparse.Namespace) -> None:
     optimum = longest_seconds(counts, speeds)
     medians = [statistics.median(steps[i : i + 10]) for i in range(STEPS - 10)]
     since = next((str(i + 1) for i, each in enumerate(medians) if each <= 1.05 * optimum), "none")
-    if rank == 0:
-        say(f"speeds {arguments.speeds}, batch {arguments.batch}, optimum {' '.join(map(str, counts))}")
-        say(f"equal {equal * 1e3:.1f} ms, speed {balanced * 1e3:.1f} ms, optimum {optimum * 1e3:.1f} ms")
-        say(f"{balanced / optimum:.3f} of the optimum, {equal / balanced:.2f} times as fast as equal shares")
-        say(f"within 5 % from step {since} on")
+    if is_main():
+        print(f"speeds {arguments.speeds}, batch {arguments.batch}, optimum {' '.join(map(str, counts))}")
+        print(f"equal {equal * 1e3:.1f} ms, speed {balanced * 1e3:.1f} ms, optimum {optimum * 1e3:.1f} ms")
+        print(f"{balanced / optimum:.3f} of the optimum, {equal / balanced:.2f} times as fast as equal shares")
+        print(f"within 5 % from step {since} on")
 
 
 def cost(arguments: argparse.Namespace) -> None:
     """Compare equal ranks with and without; rank 0 prints."""
-    medians: dict[str, list[float]] = {"none": [], "speed": []}
-    for _ in range(arguments.rounds):
-        for balance, found in medians.items():
-            found.append(statistics.median(train(balance, arguments.step_ms / 8e3, 8 * arguments.ranks, 60)[10:]))
-    if os.environ["FARANDOLE_RANK"] == "0":
+
+    def median_step(balance: str) -> float:
+        return statistics.median(train(balance, arguments.step_ms / 8e3, 8 * arguments.ranks, 60)[10:])
+
+    kinds = {balance: partial(median_step, balance) for balance in ("none", "speed")}
+    medians = take_turns(kinds, arguments.rounds, warm_up=0)
+    if is_main():
         without, with_balance = (statistics.median(found) for found in medians.values())
         ratios = sorted(b / a for a, b in zip(*medians.values(), strict=True))
-        say(f"{arguments.ranks} equal ranks, {arguments.rounds} rounds of 60 steps, medians of steps 11 to 60")
-        say(f"none {without * 1e3:.3f} ms, speed {with_balance * 1e3:.3f} ms: {with_balance / without - 1:+.2%}")
-        say(f"rounds {', '.join(f'{each - 1:+.2%}' for each in ratios)}")
-
-
-def say(line: str) -> None:
-    """Print a line."""
-    sys.stdout.write(line + "\n")
+        print(f"{arguments.ranks} equal ranks, {arguments.rounds} rounds of 60 steps, medians of steps 11 to 60")
+        print(f"none {without * 1e3:.3f} ms, speed {with_balance * 1e3:.3f} ms: {with_balance / without - 1:+.2%}")
+        print(f"rounds {', '.join(f'{each - 1:+.2%}' for each in ratios)}")
 
 
 def main() -> None:
     """Start the ranks, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, speeds="1,1,1,0.5", batch=64, sample_ms=6.0, ranks=2, rounds=5, step_ms=40.0)
     parser.add_argument("what", choices=["gain", "cost"])
-    parser.add_argument("--speeds", default="1,1,1,0.5")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--sample-ms", type=float, default=6.0)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--step-ms", type=float, default=40.0)
     arguments = parser.parse_args()
-    if "FARANDOLE_RANK" in os.environ:
-        (gain if arguments.what == "gain" else cost)(arguments)
-        return
-    ranks = arguments.ranks if arguments.what == "cost" else len(arguments.speeds.split(","))
-    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:]]
-    with tempfile.TemporaryDirectory() as place:
-        launch = [sys.executable, "-m", "farandole", "run", "-np", str(ranks), "--no-bind"]
-        done = subprocess.run([*launch, "--run-dir", f"{place}/run", "--", *command], check=False)
-    sys.exit(done.returncode)
+    run_on_ranks(arguments.ranks if arguments.what == "cost" else len(arguments.speeds.split(",")))
+    (gain if arguments.what == "gain" else cost)(arguments)
 
 
 if __name__ == "__main__":

@@ -9,22 +9,20 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared import ROOT, make_parser
+
+sys.path.insert(0, str(ROOT))
 
 
 def main() -> None:
     """Run one of both."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, ranks=1, every=(1, "kill at every N-th call only"), count=(10_000, "damages"))
     parser.add_argument("what", choices=("kills", "damage"))
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--every", type=int, default=1, help="kill at every N-th call only")
-    parser.add_argument("--count", type=int, default=10_000, help="damages")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         if options.what == "kills":

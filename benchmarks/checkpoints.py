@@ -10,14 +10,13 @@ reading after the pages were dropped from the cache.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import statistics
 import subprocess
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +24,13 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
+from shared import make_parser, timed
 
 
-def timed(act: Callable[[], object]) -> float:
+def slowest_seconds(act: Callable[[], object]) -> float:
     """Return the seconds that `act` takes on the slowest rank."""
-    fd.barrier()
-    begin = time.perf_counter()
-    act()
-    return float(max(all_gather_json(fd.world(), "bench/seconds", time.perf_counter() - begin)))
+    seconds = timed(act, before=fd.barrier)()
+    return float(max(all_gather_json(fd.world(), "bench/seconds", seconds)))
 
 
 def on_main(act: Callable[[], object]) -> Callable[[], None]:
@@ -46,17 +44,9 @@ def on_main(act: Callable[[], object]) -> Callable[[], None]:
     return acting
 
 
-def dd_write(path: Path, megabytes: int) -> None:
-    """Write zeros and have them on the disk."""
-    subprocess.run(
-        ["dd", "if=/dev/zero", f"of={path}", "bs=4M", f"count={megabytes // 4}", "conv=fsync"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-
-
-def dd_read(path: Path) -> None:
-    """Read the file."""
-    subprocess.run(["dd", f"if={path}", "of=/dev/null", "bs=4M"], check=True, capture_output=True)
+def dd(*words: str) -> None:
+    """Copy by `dd`."""
+    subprocess.run(["dd", "bs=4M", *words], check=True, capture_output=True)
 
 
 def drop_pages(directory: Path) -> None:
@@ -77,10 +67,8 @@ def compute() -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = make_parser(__doc__, megabytes=1000, rounds=5)
     parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--megabytes", type=int, default=1000)
-    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     here = fd.init(progress=False)
     torch.set_num_threads(1)
@@ -90,25 +78,27 @@ def main() -> None:
     megabytes = layers * 20
     figures: dict[str, list[float]] = {}
 
-    def note(name: str, seconds: float) -> None:
-        figures.setdefault(name, []).append(seconds)
+    def note(name: str, act: Callable[[], object]) -> None:
+        figures.setdefault(name, []).append(slowest_seconds(act))
 
+    write = ("if=/dev/zero", f"of={place}/dd", f"count={megabytes // 4}", "conv=fsync")
+    read = (f"if={place}/dd", "of=/dev/null")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)  # without gradients its step changes nothing
     checkpointer = fd.Checkpointer(place / "own", model, keep=1)
     for step in range(1, options.rounds + 2):  # the first is thrown away
-        note("dd write", timed(on_main(lambda: dd_write(place / "dd", megabytes))))
-        note("matrix products alone", timed(compute))
-        note("optimizer step alone", timed(optimizer.step))
-        note("asynchronous save, the call", timed(lambda: checkpointer.save(step)))  # noqa: B023 - called at once
-        note("matrix products meanwhile", timed(compute))
-        note("optimizer step, which waits", timed(optimizer.step))
-        note("asynchronous save, the rest", timed(checkpointer._wait))
         once = place / f"once{step}"
-        note("fd.save", timed(lambda: fd.save(once, model, step=1)))  # noqa: B023
-        on_main(lambda: drop_pages(place))()
-        note("dd read", timed(on_main(lambda: dd_read(place / "dd"))))
-        note("fd.load", timed(lambda: fd.load(once, model)))  # noqa: B023
-        on_main(lambda: shutil.rmtree(once))()  # noqa: B023
+        note("dd write", on_main(partial(dd, *write)))
+        note("matrix products alone", compute)
+        note("optimizer step alone", optimizer.step)
+        note("asynchronous save, the call", partial(checkpointer.save, step))
+        note("matrix products meanwhile", compute)
+        note("optimizer step, which waits", optimizer.step)
+        note("asynchronous save, the rest", checkpointer._wait)
+        note("fd.save", partial(fd.save, once, model, step=1))
+        on_main(partial(drop_pages, place))()
+        note("dd read", on_main(partial(dd, *read)))
+        note("fd.load", partial(fd.load, once, model))
+        on_main(partial(shutil.rmtree, once))()
     checkpointer.close()
     if here.is_main:
         shutil.rmtree(place)

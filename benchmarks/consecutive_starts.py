@@ -23,7 +23,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared import ROOT, markdown
+
+sys.path.insert(0, str(ROOT))
 
 from tests.net.cluster import FARANDOLE, PORT, Cluster, cluster
 
@@ -215,15 +217,13 @@ def main() -> None:
             networks = {namespace(host.keeper, "net") for host in made.network.hosts}
         time.sleep(1.0)  # the hosts' own processes are ended from outside
         after = [each for each in Path("/proc").glob("[0-9]*") if lives_in(each.name, networks)]
-    print(f"| start | count | median | longest | clean after, longest | {' | '.join(KINDS)} |")
-    print("|---|" + "---|" * (4 + len(KINDS)))
+    rows = []
     for kind, found in sorted(kinds.items()):
         ordered = sorted(found.seconds)
-        clean, left = max(found.clean_seconds, default=0.0), " | ".join(str(found.left[what]) for what in KINDS)
-        print(
-            f"| {kind} | {len(found.clean_seconds)} | {ordered[len(ordered) // 2]:.2f} s | {ordered[-1]:.2f} s "
-            f"| {clean:.2f} s | {left} |"
-        )
+        seconds_of = [ordered[len(ordered) // 2], ordered[-1], max(found.clean_seconds, default=0.0)]
+        cells = [f"{each:.2f} s" for each in seconds_of]
+        rows.append([kind, len(found.clean_seconds), *cells, *(found.left[what] for what in KINDS)])
+    print(markdown(f"start | count | median | longest | clean after, longest | {' | '.join(KINDS)}", rows))
     done = sum(len(found.clean_seconds) for found in kinds.values())
     print(f"{done} starts in {seconds:.0f} s; load of the machine at the end {os.getloadavg()[0]:.1f}")
     if after:

@@ -12,23 +12,18 @@ and its exchanges keep for backward (queries, keys, values, output, logarithms o
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import date
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from interleaved import paired  # type: ignore[import-not-found]
-from tensor_parallel import alone, in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import farandole as fd
+from shared import alone, median_ms, paired, read_options, report, slowest_in_turns
 
 
 class Attention(nn.Module):
@@ -89,12 +84,7 @@ def kept_bytes(run: Callable[[], torch.Tensor], model: Attention) -> dict[str, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--samples", type=int, default=12)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, tokens=8192, width=256, heads=4, samples=12)
     torch.set_num_threads(1)
     world: Any = fd.init()
     x = torch.randn(1, arguments.tokens, arguments.width, generator=torch.Generator().manual_seed(1))
@@ -137,28 +127,26 @@ def main() -> None:
         loss_of_whole().backward()
 
     before = alone(step_of_whole, arguments.samples // 2, world)
-    times = in_turns(steps, arguments.samples)
+    times = slowest_in_turns(steps, arguments.samples)
     after = alone(step_of_whole, arguments.samples // 2, world)
     if world.rank:
         return
     single = statistics.median(before + after)
     found: dict[str, Any] = {
         "tokens": arguments.tokens,
-        "machine": f"{platform.machine()}, torch {torch.__version__}",
-        "date": date.today().isoformat(),
-        "one rank, ms": round(1e3 * single, 1),
-        "one rank, before and after, ms": [round(1e3 * statistics.median(each), 1) for each in (before, after)],
+        "one rank, ms": median_ms(before + after),
+        "one rank, before and after, ms": [median_ms(each) for each in (before, after)],
         "one rank keeps, MiB": {what: round(nbytes / 2**20, 2) for what, nbytes in own.items()},
     }
     for kind, values in times.items():
         ratio, interval = paired([single] * len(values), values)
         found[kind] = {
-            "ms": round(1e3 * statistics.median(values), 1),
+            "ms": median_ms(values),
             "speedup": ratio,
             "interval": interval,
             "keeps, of what one rank keeps": shares[kind],
         }
-    print(json.dumps(found, indent=1))
+    report(found, indent=1)
 
 
 if __name__ == "__main__":

@@ -8,29 +8,31 @@ call (hidden, weight and the weight's gradient buffer are there): of all allocat
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch.nn import functional
 
 import farandole as fd
+from farandole.comm.device.accelerator import synchronize
+from shared import read_options, take_turns, timed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--classes", type=int, default=32768)
-    parser.add_argument("--rows", type=int, default=2048)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--chunk-rows", type=int, nargs="*", default=[])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--autocast", choices=["bfloat16"], help="run all contenders under autocast")
-    parser.add_argument("--json", action="store_true", help="write the results as one JSON object")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        classes=32768,
+        rows=2048,
+        hidden=512,
+        chunk_rows=([int], "contenders of so many rows a chunk"),
+        rounds=7,
+        device="cpu",
+        autocast=(str, "run all contenders under autocast", ["bfloat16"]),
+        json=(False, "write the results as one JSON object"),
+    )
     torch.manual_seed(0)
     device = torch.device(arguments.device)
     hidden = torch.randn(arguments.rows, arguments.hidden, device=device, requires_grad=True)
@@ -45,34 +47,31 @@ def main() -> None:
 
     contenders: dict[str, Callable[[], torch.Tensor]] = {"eager": plain, "torch.compile": torch.compile(plain)}
     contenders["chunked"] = chunked(None)
-    contenders |= {f"chunked, {rows} rows": chunked(rows) for rows in arguments.chunk_rows}
+    contenders |= {f"chunked, {rows} rows": chunked(rows) for rows in arguments.chunk_rows or []}
 
     def step(loss: Callable[[], torch.Tensor]) -> None:
         hidden.grad = weight.grad = None
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.autocast is not None):
             value = loss()
         value.backward()
+        synchronize(device)
 
     gradients = {}
     for name, loss in contenders.items():
         step(loss)  # compiles, and warms up
         assert weight.grad is not None, "the weight trains"
         gradients[name] = weight.grad
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(arguments.rounds):
-        for name, loss in contenders.items():
-            _wait(device)
-            begin = time.perf_counter()
-            step(loss)
-            _wait(device)
-            seconds[name].append(time.perf_counter() - begin)
+    steps = {
+        name: timed(partial(step, loss), before=partial(synchronize, device)) for name, loss in contenders.items()
+    }
+    seconds = take_turns(steps, arguments.rounds, warm_up=0)
     results = {}
     for name, loss in contenders.items():
         far = float((gradients[name] - gradients["eager"]).abs().max() / gradients["eager"].abs().max())
         results[name] = {
             "median_seconds": round(statistics.median(seconds[name]), 4),
             "least_seconds": round(min(seconds[name]), 4),
-            "peak_mib": round(_peak_bytes(lambda loss=loss: step(loss), device) / 2**20, 1),  # type: ignore[misc]
+            "peak_mib": round(_peak_bytes(partial(step, loss), device) / 2**20, 1),
             "gradient_differs": float(f"{far:.1e}"),
         }
     if arguments.json:
@@ -80,11 +79,6 @@ def main() -> None:
         return
     for name, each in results.items():
         print(f"{name:>20}: {each['median_seconds']:.4f} s, peak {each['peak_mib']:.1f} MiB above")
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _peak_bytes(call: Callable[[], None], device: torch.device) -> int:

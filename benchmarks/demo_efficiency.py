@@ -7,38 +7,35 @@ One thread a process, each bound to a core; throughput of the steps after warm-u
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+from functools import partial
+
+from shared import FARANDOLE, read_options, take_turns
 
 
-def rate(directory: Path, size: int, steps: int, name: str) -> float:
+def rate(directory: str, size: int, steps: int) -> float:
+    """Return the samples a second of one run."""
     script = [sys.executable, "-m", "farandole.bench.demo.demo_train", "--steps", str(steps)]
-    command = [sys.executable, "-m", "farandole", "run", "-np", str(size), "--json"]
+    command = [*FARANDOLE, "run", "-np", str(size), "--json"]
     # One core for the one process too: the same share as each of the two has.
     bound = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if size == 1 else []
     done = subprocess.run(
-        [*bound, *command, "--run-dir", str(directory / name), "--", *script],
+        [*bound, *command, "--run-dir", tempfile.mkdtemp(dir=directory), "--", *script],
         check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     return float(json.loads(done.stdout.splitlines()[-1])["summary"]["samples_per_second"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40)
-    arguments = parser.parse_args()
-    rates: dict[int, list[float]] = {1: [], 2: []}
+    arguments = read_options(__doc__, pairs=4, steps=40)
     with tempfile.TemporaryDirectory() as directory:
-        for pair in range(arguments.pairs):
-            for size in (1, 2) if pair % 2 == 0 else (2, 1):
-                rates[size].append(rate(Path(directory), size, arguments.steps, f"{pair}-{size}"))
+        runs = {size: partial(rate, directory, size, arguments.steps) for size in (1, 2)}
+        rates = take_turns(runs, arguments.pairs, warm_up=0)
     one, two = statistics.median(rates[1]), statistics.median(rates[2])
     each = [round(b / a / 2, 3) for a, b in zip(rates[1], rates[2], strict=True)]
     print(json.dumps({"samples_per_second": rates, "efficiency": round(two / one / 2, 3), "each_pair": each}))

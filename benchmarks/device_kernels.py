@@ -26,14 +26,11 @@ from farandole.comm.codecs.registry import require_packer
 from farandole.comm.device.accelerator import accelerators, model_of, timing_event
 from farandole.comm.messages import GroupRank
 from farandole.core.vocabulary.codec_spec import CodecSpec
+from shared import make_parser
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--elements", type=int, default=128 << 20)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--json", action="store_true")
+    parser = make_parser(__doc__, elements=128 << 20, ranks=8, repeats=30, json=False)
     options = parser.parse_args()
     kind, _ = accelerators()
     if not kind:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,8 @@ from farandole.comm.device.accelerator import accelerators, backend_of, model_of
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.world.world import World
+from models import step_of
+from shared import median_ms, read_options
 
 FORMS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -41,20 +42,18 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, value in (
-        ("width", 1024),
-        ("layers", 8),
-        ("batch", 8),
-        ("tokens", 256),
-        ("rounds", 7),
-        ("steps", 10),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--bf16", action="store_true", help="under autocast")
-    parser.add_argument("--device", help="default: the accelerator")
-    parser.add_argument("--forms", default="", help="those alone, separated by ';'")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        width=1024,
+        layers=8,
+        batch=8,
+        tokens=256,
+        rounds=7,
+        steps=10,
+        bf16=(False, "under autocast"),
+        device=(str, "default: the accelerator"),
+        forms=("", "those alone, separated by ';'"),
+    )
     device = torch.device(options.device) if options.device else torch.device(accelerators()[0] or "cpu", 0)
     world = _exchanging_alone(device)
     forms = [form for form in options.forms.split(";") if form] or list(FORMS)
@@ -89,14 +88,12 @@ def _trainer(name: str, world: World, device: torch.device, options: argparse.Na
         reducer = GradientReducer(world, list(model.named_parameters()), plan, ReducerOptions())
         vars(model)["reducer"] = reducer
 
-    def step() -> None:
-        optimizer.zero_grad()
+    def loss_of(model: nn.Module) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=options.bf16):
-            loss = model(rows).square().mean()
-        loss.backward()
-        optimizer.step()
+            loss: torch.Tensor = model(rows).square().mean()
+        return loss
 
-    return step
+    return step_of(model, loss_of, optimizer)
 
 
 def _in_turns(
@@ -114,14 +111,13 @@ def _in_turns(
             synchronize(device)
             if turn:  # the first warms up
                 taken[name].append(((time.perf_counter() - begin) / options.steps, (free - begin) / options.steps))
-    plain = statistics.median(each for each, _ in taken["plain"])
-    ddp = statistics.median(each for each, _ in taken["ddp"])
+    medians = {name: median_ms([each for each, _ in found], 3) for name, found in taken.items()}
     return {
         name: {
-            "milliseconds": round(1e3 * statistics.median(each for each, _ in found), 3),
-            "host_milliseconds": round(1e3 * statistics.median(host for _, host in found), 3),
-            "over_plain": round(statistics.median(each for each, _ in found) / plain, 3),
-            "over_ddp": round(statistics.median(each for each, _ in found) / ddp, 3),
+            "milliseconds": medians[name],
+            "host_milliseconds": median_ms([host for _, host in found], 3),
+            "over_plain": round(medians[name] / medians["plain"], 3),
+            "over_ddp": round(medians[name] / medians["ddp"], 3),
         }
         for name, found in taken.items()
     }

@@ -12,58 +12,60 @@ reducer use gloo too. memory_vs_ddp.py measures memory.
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 
 import torch
-from interleaved import argument_parser, build, describe, paired, time_in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.core.vocabulary.events import NullRecorder
 from farandole.parallel.model import DistributedModel
+from models import build, step_of
+from shared import medians_ms, paired, read_options, report, slowest_in_turns
 
 
 def main() -> None:
-    parser = argument_parser(__doc__ or "", "small")
-    parser.add_argument(
-        "--route", choices=["auto", "shared", "flat"], default="auto", help="of Farandole's buckets"
+    arguments = read_options(
+        __doc__,
+        model=("small", "what is trained", ["lm", "resnet50", "small"]),
+        route=("auto", "of Farandole's buckets", ["auto", "shared", "flat"]),
+        rounds=60,
+        steps=(1, "steps a block"),
     )
-    arguments = parser.parse_args()
     world = fd.init()
     recorder = world.session.recorder
     make, loss_of = build(arguments.model)
-    trainers: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
-    for name in ("farandole", "unrecorded", "ddp"):
+    trained: dict[str, nn.Module] = {}
+
+    def trainer(name: str) -> Callable[[], None]:
         torch.manual_seed(0)
-        model = make()
+        model = trained[name] = make()
         optimizer = torch.optim.SGD(model.parameters(), 1e-4, momentum=0.9)
         if name == "ddp":
-            model = DistributedDataParallel(model)
-        else:
-            fd.distribute(model, optimizer, fd.Plan(route=arguments.route))
-        trainers[name] = (model, optimizer)
+            return step_of(DistributedDataParallel(model), loss_of, optimizer)
+        fd.distribute(model, optimizer, fd.Plan(route=arguments.route))
+        step = step_of(model, loss_of, optimizer)
 
-    def choose_recorder(name: str) -> None:
-        world.session.recorder = NullRecorder() if name == "unrecorded" else recorder
+        def recorded_step() -> None:
+            world.session.recorder = NullRecorder() if name == "unrecorded" else recorder
+            step()
 
-    slowest = time_in_turns(trainers, loss_of, arguments, before=choose_recorder)
+        return recorded_step
+
+    steps = {name: trainer(name) for name in ("farandole", "unrecorded", "ddp")}
+    slowest = slowest_in_turns(steps, arguments.rounds, steps=arguments.steps)
     world.session.recorder = recorder
-    reducer = DistributedModel.of(trainers["farandole"][0]).reducer
+    reducer = DistributedModel.of(trained["farandole"]).reducer
     assert reducer is not None, "there are several ranks"
-    if world.rank == 0:
-        over_ddp, over_interval = paired(slowest["farandole"], slowest["ddp"])
-        recorded, recorded_interval = paired(slowest["farandole"], slowest["unrecorded"])
-        result = {
-            **describe(arguments.model, slowest),
-            "route": reducer.route,
-            "farandole_over_ddp": over_ddp,
-            "interval": over_interval,
-            "recorded_over_unrecorded": recorded,
-            "recorded_interval": recorded_interval,
-        }
-        print(json.dumps(result), flush=True)
-    trainers.clear()  # the wrapper keeps the group, which must be gone before the process is
+    ratio, interval = paired(slowest["farandole"], slowest["ddp"])
+    recorded, recorded_interval = paired(slowest["farandole"], slowest["unrecorded"])
+    report({
+        "model": arguments.model, "steps": len(slowest["ddp"]), "median_ms": medians_ms(slowest, 3),
+        "route": reducer.route, "farandole_over_ddp": ratio, "interval": interval,
+        "recorded_over_unrecorded": recorded, "recorded_interval": recorded_interval,
+    })  # fmt: skip
+    steps.clear()  # the wrapper keeps the group, which must be gone before the process is
 
 
 if __name__ == "__main__":

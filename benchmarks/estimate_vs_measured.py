@@ -9,12 +9,9 @@ states, and activations, which are resident at the end of the forward pass. A li
 
 from __future__ import annotations
 
-import argparse
-import ctypes
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +20,12 @@ from torch import nn
 from farandole.bench.models.bert import Bert
 from farandole.bench.models.language import LanguageModel
 from farandole.bench.models.resnet import resnet50
+from farandole.core.host.process_status import resident_bytes
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
 from farandole.train.memory.optimizers import make_optimizer
 from farandole.train.memory.probe import Question, probe
 from farandole.train.memory.user_pass import batch_in, forward_loss, recomputed, weight_type
-
-KIB = 1024
-M_MMAP_THRESHOLD, LEAST_MAPPED_BYTES = -3, 65536
+from shared import give_back_large_blocks, make_parser, peak_bytes_from_now
 
 
 def gpt() -> nn.Module:
@@ -52,8 +48,7 @@ MODELS = {"gpt": (gpt, gpt_batch), "bert": (Bert, bert_batch), "resnet50": (resn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser = make_parser(__doc__, models=(list(MODELS), "which", list(MODELS)))
     parser.add_argument(
         "--one", nargs=3, metavar=("MODEL", "PRECISION", "RECOMPUTE"), help="measure in this process"
     )
@@ -85,10 +80,9 @@ def compare(name: str, precision: str, recompute: str) -> None:
 
 def measure(name: str, precision: str, recompute: str) -> dict[str, int]:
     """Train two steps; return bytes by category, and the peak over what was resident before."""
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED_BYTES), "glibc's malloc takes the option"
+    give_back_large_blocks()
     _train(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), torch.ones(512, 512), precision)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-    before = _status("VmHWM")
+    peak_bytes = peak_bytes_from_now()
     make_model, make_batch = MODELS[name]
     model = make_model()
     with recomputed(model, recompute):
@@ -99,7 +93,7 @@ def measure(name: str, precision: str, recompute: str) -> dict[str, int]:
         "gradients": sum(each.grad.nbytes for each in model.parameters() if each.grad is not None),
         "optimizer": sum(each.nbytes for each in states),
         "activations": activations,
-        "total": _status("VmHWM") - before,
+        "total": peak_bytes(),
     }
 
 
@@ -110,19 +104,14 @@ def _train(model: nn.Module, batch: Any, precision: str) -> tuple[torch.optim.Op
     optimizer = make_optimizer("adamw", model.parameters())
     activations = 0
     for _ in range(2):
-        resident = _status("VmRSS")
+        resident = resident_bytes() or 0
         inputs = batch_in(dtype, batch)
         loss = forward_loss(model, inputs, None, device="cpu", precision=precision)
-        activations = _status("VmRSS") - resident
+        activations = (resident_bytes() or 0) - resident
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return optimizer, activations
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return KIB * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 if __name__ == "__main__":

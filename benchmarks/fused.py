@@ -16,18 +16,17 @@ interval, and the largest difference from it.
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from interleaved import paired  # type: ignore[import-not-found]
 from torch import nn
 
-Case = dict[str, Callable[[], Any]]
+from shared import median_ms, paired, read_options, take_turns, timed
+
+Case = dict[str, Callable[[], float]]
+"""Each returns its seconds."""
 SCALE, NORM = 1024.0, 1.0
 
 
@@ -53,13 +52,10 @@ def optimizer_case(layers: int, compiles: bool) -> tuple[Case, Callable[[], dict
         optimizer: Any = torch.optim.Adam(parameters, 1e-4, **options)
         given = [each.clone() for each in gradients_of(parameters)]
 
-        def step() -> float:
+        def give() -> None:
             torch._foreach_copy_(gradients_of(parameters), given)
-            begin = time.perf_counter()
-            use(parameters, optimizer)
-            return time.perf_counter() - begin
 
-        steps[name] = step
+        steps[name] = timed(lambda: use(parameters, optimizer), before=give)
 
     def plain(parameters: list[nn.Parameter], optimizer: Any) -> None:
         torch._foreach_mul_(gradients_of(parameters), 1 / SCALE)
@@ -107,45 +103,35 @@ def activation_case(_: int, compiles: bool) -> tuple[Case, Callable[[], dict[str
     if compiles:
         ways["torch.compile"] = torch.compile(plain)
 
-    def timed(way: Callable[..., torch.Tensor]) -> Callable[[], float]:
-        def run() -> float:
-            x.grad = None
-            begin = time.perf_counter()
-            way(x, chance).backward(upstream)
-            return time.perf_counter() - begin
-
-        return run
+    def run(way: Callable[..., torch.Tensor]) -> Callable[[], float]:
+        return timed(lambda: way(x, chance).backward(upstream), before=lambda: setattr(x, "grad", None))
 
     def differences() -> dict[str, float]:
         first = plain(x, 0.0)
         return {name: float((way(x, 0.0) - first).detach().abs().max()) for name, way in ways.items()}
 
-    return {name: timed(way) for name, way in ways.items()}, differences
+    return {name: run(way) for name, way in ways.items()}, differences
 
 
 CASES = {"optimizer": optimizer_case, "activation": activation_case}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--only", choices=sorted(CASES), default=None)
-    parser.add_argument("--layers", type=int, default=8, help="of the optimizer's parameters")
-    parser.add_argument("--eager", action="store_true", help="without torch.compile, which takes minutes here")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        rounds=40,
+        only=(str, "one of the cases", sorted(CASES)),
+        layers=(8, "of the optimizer's parameters"),
+        eager=(False, "without torch.compile, which takes minutes here"),
+    )
     torch.set_num_threads(1)
     for case in [arguments.only] if arguments.only else CASES:
         ways, differences = CASES[case](arguments.layers, not arguments.eager)
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for round_ in range(arguments.rounds + 2):
-            for name in ways if round_ % 2 else reversed(ways):
-                taken = ways[name]()
-                if round_ > 1:
-                    seconds[name].append(taken)
+        seconds = take_turns(ways, arguments.rounds, warm_up=2)
         found = differences()
         for name, values in seconds.items():
             ratio, interval = paired(values, seconds["plain"])
-            line = {"case": case, "way": name, "median_ms": round(1e3 * statistics.median(values), 2)}
+            line = {"case": case, "way": name, "median_ms": median_ms(values, 2)}
             print(json.dumps({**line, "over_plain": ratio, "interval": interval, "differs_by": found[name]}))
 
 

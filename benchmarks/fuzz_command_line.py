@@ -8,14 +8,14 @@ the processor) or an account that does not say what is wrong; otherwise it print
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared import ROOT, read_options
+
+sys.path.insert(0, str(ROOT))
 
 from tests.line_fuzz import try_host_files, try_lines
 
@@ -23,10 +23,7 @@ PART = 2500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--count", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
+    options = read_options(__doc__, count=100_000, seed=1)
     begin = time.perf_counter()
     ends: Counter[str] = Counter()
     left = options.count

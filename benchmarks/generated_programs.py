@@ -11,7 +11,6 @@ the other to that of the simplest program as long as the program still goes wron
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 import tempfile
@@ -20,7 +19,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from shared import ROOT, read_options
+
+sys.path.insert(0, str(ROOT))
 
 from tests.programs.judge import verdict
 from tests.programs.program import Program, draw, sensible
@@ -28,10 +29,9 @@ from tests.ranks.pool import close_pool
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", default="0:2000", help="first:end, or a,b,c (default: %(default)s)")
-    parser.add_argument("--shrink", action="store_true", help="simplify what goes wrong")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__, seeds=("0:2000", "first:end, or a,b,c"), shrink=(False, "simplify what goes wrong")
+    )
     seeds = read_seeds(options.seeds)
     begin, counts = time.monotonic(), Counter[str]()
     wrong: list[int] = []

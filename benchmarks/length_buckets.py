@@ -12,8 +12,6 @@ goes by padded tokens. Nothing is random: the same Python gives the same figures
 
 from __future__ import annotations
 
-import argparse
-import sys
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +19,10 @@ from typing import NamedTuple
 import torch
 
 from farandole.bench.data import LEFT_OUT
+from farandole.bench.measure.intervals import format_table
 from farandole.train.data.length_buckets import Arranged, Cut, LengthBuckets
 from farandole.train.data.partition import Partition
+from shared import read_options
 
 LEAST_BYTES = 16
 """Shorter paragraphs are no samples."""
@@ -39,34 +39,32 @@ class Work(NamedTuple):
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--batch-size", type=int, default=16, help="of one rank")
-    parser.add_argument("--longest", type=int, default=1024, help="tokens of a sample")
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__, ranks=4, batch_size=(16, "of one rank"), longest=(1024, "tokens of a sample")
+    )
     ranks, batch = arguments.ranks, arguments.batch_size
     lengths = read_lengths(arguments.longest)
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(0))
     tokens = int(lengths.sum())
     mean = tokens / len(lengths)
-    say(f"{len(lengths)} samples, {tokens} tokens, {mean:.0f} on average, at most {arguments.longest}")
+    print(f"{len(lengths)} samples, {tokens} tokens, {mean:.0f} on average, at most {arguments.longest}")
     random = count(Arranged(order, None), lengths, ranks, batch * ranks)
     budget = max(random.of_all // random.steps // ranks, arguments.longest)
-    rows = {
+
+    def with_buckets(cut: Cut) -> Work:
+        return count(LengthBuckets(lengths, cut).arrange(order, 0), lengths, ranks, cut.multiple)
+
+    epochs = {
         "shuffled": random,
-        "lengths=": count(
-            LengthBuckets(lengths, Cut(batch * ranks, 0)).arrange(order, 0), lengths, ranks, batch * ranks
-        ),
-        f"max_tokens={budget}": count(
-            LengthBuckets(lengths, Cut(ranks, budget)).arrange(order, 0), lengths, ranks, ranks
-        ),
+        "lengths=": with_buckets(Cut(batch * ranks, 0)),
+        f"max_tokens={budget}": with_buckets(Cut(ranks, budget)),
     }
-    say(f"{'':18}{'steps':>8}{'padding':>10}{'slowest/mean':>14}{'slowest rank, tokens':>22}{'of shuffled':>13}")
-    for name, work in rows.items():
-        padding = f"{1 - tokens / work.of_all:.1%}"
-        ratio = f"{work.of_slowest * ranks / work.of_all:.3f}"
-        share = f"{work.of_slowest / random.of_slowest:.1%}"
-        say(f"{name:18}{work.steps:>8}{padding:>10}{ratio:>14}{work.of_slowest:>22}{share:>13}")
+    rows = []
+    for name, work in epochs.items():
+        padding, ratio = 1 - tokens / work.of_all, work.of_slowest * ranks / work.of_all
+        cells = f"{work.steps}", f"{padding:.1%}", f"{ratio:.3f}", f"{work.of_slowest}"
+        rows.append([name, *cells, f"{work.of_slowest / random.of_slowest:.1%}"])
+    print(format_table(["", "steps", "padding", "slowest/mean", "slowest rank, tokens", "of shuffled"], rows))
 
 
 def read_lengths(longest: int) -> torch.Tensor:
@@ -87,11 +85,6 @@ def count(arranged: Arranged, lengths: torch.Tensor, ranks: int, whole: int) -> 
         work = [len(part) * int(lengths[order[part.start : part.stop]].max()) for part in parts if part]
         total, slowest, steps, begin = total + sum(work), slowest + max(work), steps + 1, begin + size
     return Work(steps, total, slowest)
-
-
-def say(text: str) -> None:
-    """Print a line."""
-    sys.stdout.write(text + "\n")
 
 
 if __name__ == "__main__":

@@ -9,24 +9,23 @@ links change their rate while they train. For each phase: the median step withou
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import statistics
 import sys
 import time
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.bench.measure.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second, parse_seconds
 from farandole.launch.emulate.network import Network
 from farandole.launch.emulate.session import LinkChange
+from shared import read_options, run_workers, say, take_turns
 
-WORKER = "benchmarks.link_change_ranks"
 AUTO = "auto+lossy=true"
 FIXED = ["none", "bf16", "int8", "int4", "powersgd:4"]
 START_SECONDS = 15.0
@@ -47,10 +46,6 @@ class NotedChange(LinkChange):
             moments.append(time.monotonic())
 
 
-def say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
 def run(name: str, rates: list[float], phase_seconds: float, words: list[str]) -> list[list[float]]:
     """Return the seconds of one run's steps, by phase. A step belongs to the phase in which it began."""
     moments: list[float] = []
@@ -61,7 +56,7 @@ def run(name: str, rates: list[float], phase_seconds: float, words: list[str]) -
     until = time.monotonic() + START_SECONDS + phase_seconds * len(rates)
     say(f"{name}, about {START_SECONDS + phase_seconds * len(rates):.0f} s")
     arguments = ["--contender", name, "--until", repr(until), *words]
-    found = run_on_hosts(Hosts(2, 1, rates[0]), WORKER, arguments, say=say, changes=changes)
+    found = run_workers(Hosts(2, 1, rates[0]), "link_change_ranks", arguments, changes=changes)
     steps: list[list[float]] = [[] for _ in rates]
     for begin, seconds in zip(found["begins"], found["seconds"], strict=True):
         steps[sum(moment <= begin for moment in moments)].append(seconds)
@@ -100,26 +95,26 @@ def settled_after(steps: list[float], best_seconds: float) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="1gbit,100mbit,1gbit", help="one a phase")
-    parser.add_argument("--phase", default="60s", help="how long each rate lasts (default: 60s)")
-    parser.add_argument("--settle", type=int, default=10, help="steps after a change that are told apart")
-    parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--contenders", default=";".join([AUTO, *FIXED]))
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--output", help="file for the result, beside stdout")
-    arguments = parser.parse_args()
-    root = str(Path(__file__).resolve().parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    arguments = read_options(
+        __doc__,
+        rates=("1gbit,100mbit,1gbit", "one a phase"),
+        phase=("60s", "how long each rate lasts (default: 60s)"),
+        settle=(10, "steps after a change that are told apart"),
+        repeats=1,
+        contenders=";".join([AUTO, *FIXED]),
+        width=256,
+        depth=4,
+        batch=4,
+        output=(Path, "file for the result, beside stdout"),
+    )
     rates = [parse_bits_per_second(text) for text in arguments.rates.split(",")]
-    names = arguments.contenders.split(";")
     words = [f"--{key}={getattr(arguments, key)}" for key in ("width", "depth", "batch")]
-    runs: dict[str, list[list[list[float]]]] = {name: [] for name in names}
-    for repeat in range(arguments.repeats):
-        for name in names if repeat % 2 == 0 else reversed(names):
-            runs[name].append(run(name, rates, parse_seconds(arguments.phase), words))
+    seconds = parse_seconds(arguments.phase)
+    runs = take_turns(
+        {name: partial(run, name, rates, seconds, words) for name in arguments.contenders.split(";")},
+        arguments.repeats,
+        warm_up=0,
+    )
     numbers = range(len(rates))
     phases = {
         name: [describe([steps[i] for steps in repeats], arguments.settle) for i in numbers]
@@ -141,7 +136,7 @@ def main() -> None:
         "contenders": phases,
     }
     if arguments.output:
-        Path(arguments.output).write_text(json.dumps(result, indent=1))
+        arguments.output.write_text(json.dumps(result, indent=1))
     print(json.dumps(result), flush=True)
 
 

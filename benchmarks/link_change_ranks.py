@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import farandole as fd
-from farandole.bench.models.language import VOCABULARY, LanguageModel
+from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import make_contender
+from models import next_byte_loss, random_bytes
+from shared import worker_parser, write_found
 
 CONTEXT = 64
 ASK_EVERY = 4
@@ -22,26 +20,14 @@ ASK_EVERY = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contender", required=True)
-    parser.add_argument("--until", type=float, required=True, help="seconds of time.monotonic")
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--loopback", action="store_true")
-    parser.add_argument("--output", required=True)
-    arguments = parser.parse_args()
+    arguments = worker_parser(
+        __doc__, contender=str, until=(float, "seconds of time.monotonic"), width=int, depth=int, batch=int
+    ).parse_args()
     world = fd.init(device="cpu")
-    generator = torch.Generator().manual_seed(world.rank)
-    tokens = torch.randint(0, VOCABULARY, (arguments.batch, CONTEXT + 1), generator=generator)
-
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
     contender = make_contender(
         arguments.contender,
         partial(LanguageModel, arguments.width, arguments.depth, 4, CONTEXT),
-        loss_of,
+        next_byte_loss(random_bytes(arguments.batch, CONTEXT, world.rank)),
         partial(torch.optim.SGD, lr=0.05),
     )
     begins: list[float] = []
@@ -55,8 +41,7 @@ def main() -> None:
         goes_on[0] = float(time.monotonic() < arguments.until)
         dist.broadcast(goes_on, 0)
     del contender
-    if world.rank == 0:
-        Path(arguments.output).write_text(json.dumps({"begins": begins, "seconds": seconds}))
+    write_found({"begins": begins, "seconds": seconds}, arguments)
 
 
 if __name__ == "__main__":

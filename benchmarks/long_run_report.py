@@ -8,15 +8,15 @@ would keep of a run (`observe.thinning`) if need be: it is what the readers must
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from shared import FARANDOLE, read_options
 
 BUCKETS = 10
 PHASES = ("data", "forward", "loss", "backward", "optimizer")
@@ -64,9 +64,7 @@ def _step(rank: int) -> dict[str, Any]:
 def measure(arguments: list[str]) -> dict[str, Any]:
     """Run a command of farandole; return its seconds, its largest memory and its exit code."""
     begin = time.perf_counter()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "farandole", *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-    )
+    process = subprocess.Popen([*FARANDOLE, *arguments], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     assert process.stderr is not None, "it was asked for"
     said = process.stderr.read().decode(errors="replace")
     process.stderr.close()
@@ -83,11 +81,12 @@ def measure(arguments: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--events", type=int, default=10_000_000)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--only", nargs="*", help="of the commands, those whose name begins so")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        events=10_000_000,
+        ranks=8,
+        only=([str], "of the commands, those whose name begins so"),
+    )
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "long"
         nbytes = write_run(run, options.events, options.ranks)

@@ -12,12 +12,7 @@ it the allocator is as each trainer has it: `fd.init` tells it to keep freed mem
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import json
 import os
-import platform
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -26,20 +21,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
+from models import mean_square_loss, step_of
+from shared import give_back_large_blocks, make_parser, peak_bytes_from_now, report
 
 WIDTH, LAYERS, STEPS = 1024, 16, 6
 KIB = 1024
-M_MMAP_THRESHOLD, LEAST_MAPPED_BYTES = -3, 65536
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, in_use=(False, "let the allocator keep no freed memory"))
     parser.add_argument("trainer", choices=["ddp", "ddp-view", "flat", "shared"])
-    parser.add_argument("--in-use", action="store_true", help="let the allocator keep no freed memory")
     arguments = parser.parse_args()
     trainer = arguments.trainer
     if arguments.in_use:
-        _return_freed_memory()
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(give_back_large_blocks())  # so `fd.init` leaves it as it is
     stock = trainer.startswith("ddp")
     if stock:
         dist.init_process_group("gloo")  # and nothing of ours, which tunes the allocator too
@@ -52,42 +47,27 @@ def main() -> None:
     generator = torch.Generator().manual_seed(dist.get_rank())
     x = torch.randn(8, WIDTH, generator=generator)
 
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
-    before = _kib("status", "VmHWM")
+    peak_bytes = peak_bytes_from_now()
     if stock:
         model = DistributedDataParallel(model, gradient_as_bucket_view=trainer == "ddp-view")
     else:
         fd.distribute(model, optimizer, fd.Plan(route=trainer))
+    step = step_of(model, mean_square_loss(x), optimizer)
     for _ in range(STEPS):
-        optimizer.zero_grad()
-        model(x).square().mean().backward()
-        optimizer.step()
-    others = _kib("status", "RssShmem") - _kib("smaps_rollup", "Pss_Shmem")
-    peak = torch.tensor(_kib("status", "VmHWM") - before - others)
+        step()
+    of_other_ranks = _kib("status", "RssShmem") - _kib("smaps_rollup", "Pss_Shmem")
+    peak = torch.tensor(peak_bytes() - KIB * of_other_ranks)
 
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    if dist.get_rank() == 0:
-        result = {
-            "trainer": trainer,
-            "in_use": arguments.in_use,
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, torch {torch.__version__}, {dist.get_world_size()} ranks",
-            "gradient_bytes": gradient_bytes,
-            "optimizer_bytes": gradient_bytes,
-            "peak_bytes": KIB * int(peak),
-        }
-        print(json.dumps(result), flush=True)
+    report({
+        "trainer": trainer, "in_use": arguments.in_use, "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": gradient_bytes, "peak_bytes": int(peak),
+    })  # fmt: skip
     if stock:
-        del model  # the wrapper keeps the group, which must be gone before the process is
+        del model, step  # the wrapper keeps the group, which must be gone before the process is
         dist.destroy_process_group()
     else:
         fd.shutdown()
-
-
-def _return_freed_memory() -> None:
-    """Give every large block a mapping of its own, and let `fd.init` leave the allocator as it is."""
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(LEAST_MAPPED_BYTES)
-    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED_BYTES), "glibc's malloc takes the option"
 
 
 def _kib(file: str, field: str) -> int:

@@ -13,7 +13,6 @@ examples:
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import random
@@ -24,7 +23,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from shared import ROOT, make_parser
+
 MOST_SECONDS = 600.0
 """Of one mutant's tests: a mutant that hangs is killed too."""
 SHARDS = "test_zero test_frozen_shards test_sharded_residuals test_noise_scale test_late_rows"
@@ -55,10 +55,12 @@ AREAS = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--areas", nargs="+", choices=AREAS, default=list(AREAS), help="which (default: all)")
-    parser.add_argument("--count", type=int, default=20, help="mutants of each area (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=1, help="of the sample (default: %(default)s)")
+    parser = make_parser(
+        __doc__,
+        areas=(list(AREAS), "which (default: all)", list(AREAS)),
+        count=(20, "mutants of each area (default: %(default)s)"),
+        seed=(1, "of the sample (default: %(default)s)"),
+    )
     options = parser.parse_args()
     try:
         version = importlib.metadata.version("cosmic-ray")
@@ -67,7 +69,7 @@ def main() -> int:
     print(f"cosmic-ray {version}, seed {options.seed}", flush=True)
     with tempfile.TemporaryDirectory(prefix="farandole-mutants-") as folder:
         tree = Path(folder) / "tree"
-        subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(tree)], check=True)
+        subprocess.run(["git", "clone", "-q", str(ROOT), str(tree)], check=True)
         os.environ["PYTHONPATH"] = str(tree / "src")
         os.chdir(tree)
         for name in options.areas:

@@ -10,13 +10,10 @@ native. The last lines are the sum of two rows in place, as shared memory does i
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from datetime import date
 
 import torch
 
@@ -26,6 +23,7 @@ from farandole.comm.messages import Exchange, Exchanged, GroupRank, Message
 from farandole.comm.native.kernels import loops
 from farandole.comm.sessions.units import SEGMENT_ELEMENTS
 from farandole.core.vocabulary.codec_spec import CodecSpec
+from shared import medians_ms, read_options, report, take_turns, timed
 
 RANKS = 2
 
@@ -82,36 +80,29 @@ def step(talk: Exchange, answer: torch.Tensor | None) -> Message | Exchanged:
         return result
 
 
-def sums(elements: int, samples: int) -> dict[str, float]:
-    """Return the median seconds of summing two rows into both, native and eager."""
+def sums(elements: int, samples: int) -> dict[str, list[float]]:
+    """Return the processor's seconds of summing two rows into both, native and eager."""
     parts = [torch.zeros(elements), torch.zeros(elements)]
     pieces = list(zip(*(part.split(PIECE_BYTES // 4) for part in parts), strict=True))
     native = loops()
     assert native is not None
     add_up = native.row_sum(parts)
-    times: dict[str, list[float]] = {"native": [], "eager": [], "floor": []}
-    for _ in range(samples):
-        begin = time.thread_time()
+
+    def eager() -> None:
         for mine, other in pieces:
             mine.add_(other)
             other.copy_(mine)
-        times["eager"].append(time.thread_time() - begin)
-        begin = time.thread_time()
-        add_up(2)
-        times["native"].append(time.thread_time() - begin)
-        begin = time.thread_time()
+
+    def floor() -> None:
         for part in parts:
             part.mul_(1)
-        times["floor"].append(time.thread_time() - begin)
-    return {name: statistics.median(values) for name, values in times.items()}
+
+    ways = {"native": lambda: add_up(2), "eager": eager, "floor": floor}
+    return take_turns({name: timed(way, clock=time.thread_time) for name, way in ways.items()}, samples, warm_up=0)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=110)
-    parser.add_argument("--samples", type=int, default=9)
-    parser.add_argument("--codecs", nargs="+", default=["int8", "int4", "bf16", "fp16"])
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, mb=110.0, samples=9, codecs=["int8", "int4", "bf16", "fp16"])
     torch.set_num_threads(1)
     elements = int(arguments.mb * 1e6 / 4) // (1024 * RANKS) * 1024 * RANKS
     for text in arguments.codecs:
@@ -119,26 +110,21 @@ def main() -> None:
         if made.native is None:
             raise SystemExit("no native loops here (is there a compiler, and FARANDOLE_NATIVE not 0?)")
         sides = {"native": Side(made, elements), "eager": Side(replace(made, native=None), elements)}
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for sample in range(arguments.samples + 1):
-            for name in sides if sample % 2 else reversed(sides):
-                times[name].append(sides[name].step())
-        report(text, elements, {name: statistics.median(values[1:]) for name, values in times.items()})
+        show(text, elements, take_turns({name: side.step for name, side in sides.items()}, arguments.samples))
     for megabytes in (0.5, 12.5, 50):
         count = int(megabytes * 1e6 / 4)
-        report(f"sum of 2 rows of {megabytes} MB", 2 * count, sums(count, 8 * arguments.samples))
+        show(f"sum of 2 rows of {megabytes} MB", 2 * count, sums(count, 8 * arguments.samples))
 
 
-def report(what: str, elements: int, medians: dict[str, float]) -> None:
-    result = {
-        "date": date.today().isoformat(),
-        "machine": f"{platform.machine()}, torch {torch.__version__}",
+def show(what: str, elements: int, times: Mapping[str, list[float]]) -> None:
+    """Report medians of processor seconds."""
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    report({
         "what": what,
-        "median_processor_ms": {name: round(1e3 * seconds, 3) for name, seconds in medians.items()},
+        "median_processor_ms": medians_ms(times, 3),
         "gigabytes_per_second": {name: round(4e-9 * elements / seconds, 2) for name, seconds in medians.items()},
         "eager_over_native": round(medians["eager"] / medians["native"], 2),
-    }
-    print(json.dumps(result), flush=True)
+    })  # fmt: skip
 
 
 if __name__ == "__main__":

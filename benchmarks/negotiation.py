@@ -22,6 +22,7 @@ import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations import Request
+from shared import seconds_of
 
 OPERATIONS_PER_STEP = 1000
 STEPS = 20
@@ -68,27 +69,18 @@ def main() -> None:
 
 def throughput(name: str, step: Callable[[], None]) -> dict[str, float]:
     """Return the median rate of steps, and the processor's time an operation takes on this rank."""
-    rates = []
     before = processor_seconds()
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        step()
-        rates.append(OPERATIONS_PER_STEP / (time.perf_counter() - begin))
+    seconds = seconds_of(step, STEPS)
     busy = (processor_seconds() - before) / (STEPS * OPERATIONS_PER_STEP)
     return {
-        f"{name}_per_second_median": round(statistics.median(rates[WARM_UP_STEPS:])),
+        f"{name}_per_second_median": round(OPERATIONS_PER_STEP / statistics.median(seconds[WARM_UP_STEPS:])),
         f"{name}_processor_us": round(1e6 * busy, 1),
     }
 
 
 def latency(name: str, operation: Callable[[], object]) -> dict[str, float]:
     """Return how long one takes that is waited for at once."""
-    seconds = []
-    for _ in range(SINGLE):
-        begin = time.perf_counter()
-        operation()
-        seconds.append(time.perf_counter() - begin)
-    seconds.sort()
+    seconds = sorted(seconds_of(operation, SINGLE))
     return {
         f"{name}_p50_ms": round(1e3 * seconds[SINGLE // 2], 3),
         f"{name}_p99_ms": round(1e3 * seconds[SINGLE * 99 // 100], 3),

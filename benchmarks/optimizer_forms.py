@@ -8,12 +8,13 @@ medians of CPU time. `farandole diagnose` predicts from the least of them.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from typing import Any
 
 import torch
+
+from shared import read_options, take_turns, timed
 
 CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any], str]] = {
     "AdamW": (torch.optim.AdamW, {}, "fused"),
@@ -36,22 +37,15 @@ def make(kind: type[torch.optim.Optimizer], options: dict[str, Any], tensors: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
+    rounds = read_options(__doc__, rounds=15).rounds
     torch.manual_seed(0)
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, (kind, options, form) in CLASSES.items():
         for tensors, elements in SHAPES:
             forms = {"plain": make(kind, {**options, "foreach": False}, tensors, elements)}
             forms[form] = make(kind, {**options, form: True}, tensors, elements)
-            seconds: dict[str, list[float]] = {each: [] for each in forms}
-            for turn in range(rounds + 3):
-                for each in forms if turn % 2 else reversed(forms):
-                    begin = time.process_time()
-                    forms[each].step()
-                    if turn >= 3:
-                        seconds[each].append(time.process_time() - begin)
+            steps = {each: timed(made.step, clock=time.process_time) for each, made in forms.items()}
+            seconds = take_turns(steps, rounds, warm_up=3)
             plain, other = statistics.median(seconds["plain"]), statistics.median(seconds[form])
             saved = f"saves {1 - other / plain:.0%} of {1000 * plain:.2f} ms"
             print(f"{name}, {form}: {tensors} tensors of {elements}: {saved}")

@@ -11,11 +11,7 @@ beside the simulated one.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import multiprocessing
-import os
-import socket
 import time
 from typing import Any
 
@@ -28,6 +24,8 @@ from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import StageTimes, simulate
 from farandole.core.vocabulary.events import Event, PipelineAction
 from farandole.parallel.model import DistributedModel
+from models import Sleep, SleepForWeights, mean_square
+from shared import is_main, read_options, run_on_ranks
 
 RANKS = 4
 SECONDS = 0.15
@@ -40,31 +38,6 @@ UNEQUAL = (20, 36, 12, 48, 28, 28, 16, 40, 24, 32, 44, 20)
 """Milliseconds of each part of twelve layers."""
 
 
-class _Input(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
-class _Weight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        time.sleep(ctx.seconds)
-        return gradients[0], None
-
-
 class Sleeper(nn.Module):
     """Sleeps as long in forward as for each part of backward."""
 
@@ -75,12 +48,8 @@ class Sleeper(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Sleep."""
-        y: torch.Tensor = _Input.apply(x, self.seconds) + _Weight.apply(self.weight, self.seconds)
+        y: torch.Tensor = Sleep.apply(x, self.seconds) + SleepForWeights.apply(self.weight, self.seconds)
         return y
-
-
-def _loss(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return (output - targets).square().mean()
 
 
 class _Busy:
@@ -95,19 +64,24 @@ class _Busy:
             self.seconds += event.end_seconds - event.begin_seconds
 
 
-def measure(seconds: list[float], plan: fd.Plan) -> tuple[float, float, Any]:
-    """Train a chain of sleeping layers; return step and computing of the quietest step, and the pipeline."""
+def chain(seconds: list[float], plan: fd.Plan) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    """Return layers that sleep so long, divided by the plan, their optimizer, and a batch."""
     model = nn.Sequential(*[Sleeper(each) for each in seconds])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     fd.distribute(model, optimizer, plan)
-    batch = torch.ones(plan.micro_batches, 4)
-    batch.requires_grad_()  # the first stage sleeps for its input, too
+    batch = torch.ones(plan.micro_batches, 4).requires_grad_()  # the first stage sleeps for its input, too
+    return model, optimizer, batch
+
+
+def measure(seconds: list[float], plan: fd.Plan) -> tuple[float, float, Any]:
+    """Train a chain of sleeping layers; return step and computing of the quietest step, and the pipeline."""
+    model, _, batch = chain(seconds, plan)
     times = []
     for _ in range(STEPS + 1):
         fd.barrier()
         busy = fd.world().session.recorder = _Busy()
         begin = time.perf_counter()
-        fd.step(model, _loss, batch, batch.detach())
+        fd.step(model, mean_square, batch, batch.detach())
         times.append((time.perf_counter() - begin, busy.seconds))
     return *min(times[1:]), DistributedModel.of(model).pipeline
 
@@ -118,7 +92,7 @@ def _cut_evenly(layers: int, stages: int) -> tuple[str, ...]:
 
 def bubbles(names: list[str], counts: list[int]) -> None:
     """Measure the bubble of each schedule."""
-    if fd.world().rank == 0:
+    if is_main():
         print("schedule      m   formula  measured  difference", flush=True)
     for schedule in names:
         chunks = 2 if schedule == "interleaved" else 1
@@ -130,7 +104,7 @@ def bubbles(names: list[str], counts: list[int]) -> None:
             step, busy, _ = measure([SECONDS / chunks] * stages, plan)
             expected = bubble_seconds(schedule, RANKS, SECONDS, SECONDS, SECONDS)
             measured = fd.mean(step - busy)
-            if fd.world().rank == 0:
+            if is_main():
                 print(
                     f"{schedule:<12} {count:>2} {1000 * expected:>6.1f} ms {1000 * measured:>6.1f} ms "
                     f"{measured / expected - 1:>9.1%}",
@@ -144,23 +118,19 @@ def without_flush(counts: list[int]) -> None:
         plan = fd.Plan(
             pipeline=RANKS, weight_versions=2, micro_batches=count, pipeline_cuts=_cut_evenly(RANKS, RANKS)
         )
-        model = nn.Sequential(*[Sleeper(SECONDS) for _ in range(RANKS)])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        fd.distribute(model, optimizer, plan)
-        batch = torch.ones(count, 4)
-        batch.requires_grad_()
+        model, optimizer, batch = chain([SECONDS] * RANKS, plan)
         begin, busy = 0.0, _Busy()
         for step in range(FILLING + IN_A_ROW):
             if step == FILLING:
                 begin, busy = time.perf_counter(), _Busy()
             fd.world().session.recorder = busy
             optimizer.zero_grad()
-            fd.step(model, _loss, batch, batch.detach())
+            fd.step(model, mean_square, batch, batch.detach())
             optimizer.step()
         measured = fd.mean((time.perf_counter() - begin - busy.seconds) / IN_A_ROW)
         fd.drain(model)
         flush = bubble_seconds("1f1b", RANKS, SECONDS, SECONDS, SECONDS)
-        if fd.world().rank == 0:
+        if is_main():
             print(
                 f"{'no-flush':<12} {count:>2} {0.0:>6.1f} ms {1000 * measured:>6.1f} ms "
                 f"{measured / flush:>9.1%} of 1f1b's bubble",
@@ -178,7 +148,7 @@ def split() -> None:
     bounds = [0, *cuts, len(seconds)]
     times = [sum(seconds[a:b]) for a, b in itertools.pairwise(bounds)]
     simulated = simulate(build_schedule("1f1b", RANKS, 8), [StageTimes(t, t, t) for t in times]).total_seconds
-    if fd.world().rank == 0:
+    if is_main():
         print(f"cuts {cuts}: slowest stage {3000 * max(times):.0f} ms, best by brute force {3000 * best:.0f} ms")
         print(f"step: simulated {1000 * simulated:.1f} ms, measured {1000 * step:.1f} ms", end=", ")
         print(f"{step / simulated - 1:+.1%}")
@@ -188,42 +158,22 @@ def _slowest(seconds: list[float], cuts: tuple[int, ...]) -> float:
     return max(sum(seconds[a:b]) for a, b in itertools.pairwise([0, *cuts, len(seconds)]))
 
 
-def _rank(rank: int, port: int, names: list[str], counts: list[int]) -> None:
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-    }  # fmt: skip
+def main() -> None:
+    """Start the ranks, or be one."""
+    options = read_options(
+        __doc__,
+        micro_batches=[4, 8, 16],
+        schedules=["gpipe", "1f1b", "interleaved", "zb-h1", "no-flush", "split"],
+    )
+    run_on_ranks(RANKS, "--quiet")
     torch.set_num_threads(1)
     fd.init(progress=False)
-    bubbles([name for name in names if name not in ("split", "no-flush")], counts)
-    if "no-flush" in names:
-        without_flush(counts)
-    if "split" in names:
+    bubbles([name for name in options.schedules if name not in ("split", "no-flush")], options.micro_batches)
+    if "no-flush" in options.schedules:
+        without_flush(options.micro_batches)
+    if "split" in options.schedules:
         split()
     fd.shutdown()
-
-
-def main() -> None:
-    """Start the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument(
-        "--schedules", nargs="+", default=["gpipe", "1f1b", "interleaved", "zb-h1", "no-flush", "split"]
-    )
-    options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spawn = multiprocessing.get_context("spawn")
-    processes = [
-        spawn.Process(target=_rank, args=(rank, port, options.schedules, options.micro_batches))
-        for rank in range(RANKS)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    raise SystemExit(max(abs(process.exitcode or 0) for process in processes))
 
 
 if __name__ == "__main__":

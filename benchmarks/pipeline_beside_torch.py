@@ -10,23 +10,18 @@ ours to torch's, neighbours in time, with a 95 % bootstrap interval. Gradients a
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
-import statistics
 import warnings
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from interleaved import paired  # type: ignore[import-not-found]
-from tensor_parallel import in_turns  # type: ignore[import-not-found]
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import farandole as fd
+from models import mean_square
+from shared import medians_ms, paired, read_options, report, slowest_in_turns
 
 WIDTH, TOKENS, BATCH, LAYERS = 256, 128, 32, 8
 
@@ -40,11 +35,6 @@ def make_model() -> nn.Sequential:
             for _ in range(LAYERS)
         ]
     )
-
-
-def mean_square(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of a micro-batch."""
-    return (output - targets).square().mean()
 
 
 def stock(
@@ -68,10 +58,7 @@ def stock(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=30)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, micro_batches=8, samples=30)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # torch's own, of its older names
     world: Any = fd.init()
@@ -101,20 +88,17 @@ def main() -> None:
     }
     reference = gradients["torch, 1f1b"]
     differences = {name: float((each - reference).abs().max()) for name, each in gradients.items()}
-    times = in_turns(steps, arguments.samples)
-    if world.rank:
-        return
-    found: dict[str, Any] = {
-        "machine": f"{platform.machine()}, torch {torch.__version__}",
-        "date": date.today().isoformat(),
-        "micro_batches": count,
-        "median_ms": {name: round(1e3 * statistics.median(values), 1) for name, values in times.items()},
-        "gradients differ from torch's 1f1b by": differences,
-    }
-    for kind in ("gpipe", "1f1b"):
-        ratio, interval = paired(times[f"ours, {kind}"], times[f"torch, {kind}"])
-        found[f"{kind}: ours over torch's"] = [ratio, interval]
-    print(json.dumps(found, indent=1))
+    times = slowest_in_turns(steps, arguments.samples)
+    ratios = {kind: paired(times[f"ours, {kind}"], times[f"torch, {kind}"]) for kind in ("gpipe", "1f1b")}
+    report(
+        {
+            "micro_batches": count,
+            "median_ms": medians_ms(times),
+            "gradients differ from torch's 1f1b by": differences,
+            **{f"{kind}: ours over torch's": ratio for kind, ratio in ratios.items()},
+        },
+        indent=1,
+    )
 
 
 if __name__ == "__main__":

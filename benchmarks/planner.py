@@ -19,12 +19,12 @@ is the median step of the run's summary.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,8 +33,6 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
-
-from planner_models import MODELS  # type: ignore[import-not-found]
 
 from farandole.core.cluster.cluster import Cluster, Coefficient
 from farandole.core.cluster.cluster_file import read_cluster
@@ -49,11 +47,12 @@ from farandole.plan.search.result import PredictedPlan
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.measure import Timing, measure_units
 from farandole.train.memory.batches import Batches
+from planner_ranks import MODELS
+from shared import FARANDOLE, read_options
 
 HERE = Path(__file__).parent
 KIB, MIB = 2**10, 2**20
 ROUNDS = 3
-_FARANDOLE = (sys.executable, "-m", "farandole")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Place:
         hosts = (
             ["emulate", "--hosts", str(self.ranks), "--rate", self.rate, "--", "farandole"] if self.rate else []
         )
-        return [*_FARANDOLE, *hosts, *words]
+        return [*FARANDOLE, *hosts, *words]
 
 
 @dataclass(frozen=True)
@@ -260,11 +259,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     def ranks(values: Sequence[float]) -> list[float]:
         return [sum(b < a for b in values) + (sum(b == a for b in values) - 1) / 2 for a in values]
 
-    one, other = ranks(first), ranks(second)
-    middle = (len(one) - 1) / 2
-    covariance = sum((a - middle) * (b - middle) for a, b in zip(one, other, strict=True))
-    spread = [sum((a - middle) ** 2 for a in each) for each in (one, other)]
-    return covariance / (spread[0] * spread[1]) ** 0.5 if all(spread) else 1.0
+    return statistics.correlation(ranks(first), ranks(second))
 
 
 def beats(bench: Bench) -> dict[str, Any]:
@@ -332,13 +327,14 @@ SECTIONS: dict[str, Callable[[Bench], dict[str, Any]]] = {
 
 def main() -> None:
     """Run the sections."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--steps", type=int, default=30, help="steps of each run")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long a cluster is measured")
-    parser.add_argument("--directory", type=Path, help="where clusters and runs are kept (default: a new one)")
-    parser.add_argument("--out", type=Path, help="write everything as JSON")
-    options = parser.parse_args()
+    options = read_options(
+        __doc__,
+        only=(list(SECTIONS), "which sections", list(SECTIONS)),
+        steps=(30, "steps of each run"),
+        seconds=(60.0, "how long a cluster is measured"),
+        directory=(Path, "where clusters and runs are kept (default: a new one)"),
+        out=(Path, "write everything as JSON"),
+    )
     directory = options.directory or Path(tempfile.mkdtemp(prefix="farandole-planner-"))
     directory.mkdir(parents=True, exist_ok=True)
     bench = Bench(directory, options.steps, options.seconds)

@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 
 import numpy as np
@@ -28,6 +27,7 @@ from farandole.sync.server.client import ServerClient
 from farandole.sync.server.dense.connect import ServerConnections
 from farandole.sync.server.loop import Limits
 from farandole.sync.server.start import ServerPlace, make_directory, start_server
+from shared import seconds_of
 
 REPEATS = 7
 RULES = {
@@ -38,11 +38,7 @@ RULES = {
 
 def rows_per_second(run: Callable[[], object], rows: int) -> str:
     """Return the median, and the slowest and fastest, in millions."""
-    seconds = []
-    for _ in range(REPEATS):
-        begin = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - begin)
+    seconds = seconds_of(run, REPEATS)
     low, middle, high = (rows / each / 1e6 for each in (max(seconds), statistics.median(seconds), min(seconds)))
     return f"{middle:6.2f} M rows/s ({low:.2f} to {high:.2f})"
 

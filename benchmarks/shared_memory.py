@@ -11,20 +11,14 @@ over ours. One thread a rank; `farandole run` binds each to its cores when there
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
-from datetime import date
 
 import torch
 import torch.distributed as dist
 
 import farandole as fd
 from farandole.comm.host_memory.shared_tensor import SharedMemory
+from shared import medians_ms, read_options, report, slowest_in_turns
 
 
 def ways(memory: SharedMemory, elements: int) -> dict[str, Callable[[], None]]:
@@ -48,45 +42,19 @@ def ways(memory: SharedMemory, elements: int) -> dict[str, Callable[[], None]]:
     }
 
 
-def measure(operations: dict[str, Callable[[], None]], samples: int, calls: int) -> dict[str, float]:
-    """Return the median over samples of a call's time, in ms; a sample's time is its slowest rank's."""
-    times: dict[str, list[float]] = {name: [] for name in operations}
-    for sample in range(samples + 1):
-        for name in operations if sample % 2 else reversed(operations):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(calls):
-                operations[name]()
-            times[name].append((time.perf_counter() - begin) / calls)
-    medians = {}
-    for name, values in times.items():
-        slowest = torch.tensor(values[1:], dtype=torch.float64)  # the first warms up
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        medians[name] = 1e3 * statistics.median(slowest.tolist())
-    return medians
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, nargs="+", default=[0.004, 1, 25, 100])
-    parser.add_argument("--samples", type=int, default=11)
-    arguments = parser.parse_args()
+    arguments = read_options(__doc__, mb=[0.004, 1, 25, 100], samples=11)
     world = fd.init()
     torch.set_num_threads(1)
     memory = SharedMemory.connect(world, timeout_seconds=60)
     for megabytes in arguments.mb:
         calls = max(1, min(50, int(25 / megabytes)))
-        medians = measure(ways(memory, int(megabytes * 1e6 / 4)), arguments.samples, calls)
-        result = {
-            "date": date.today().isoformat(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "ranks": world.local_size,
-            "mb": megabytes,
-            "median_ms": {name: round(value, 4) for name, value in medians.items()},
+        times = slowest_in_turns(ways(memory, int(megabytes * 1e6 / 4)), arguments.samples, repeats=calls)
+        medians = medians_ms(times, 4)
+        report({
+            "ranks": world.local_size, "mb": megabytes, "median_ms": medians,
             "gloo_over": {name: round(medians["gloo"] / medians[name], 1) for name in ("shared", "copied")},
-        }
-        if world.rank == 0:
-            print(json.dumps(result), flush=True)
+        })  # fmt: skip
     memory.close()
 
 

@@ -8,7 +8,6 @@ interval) and the CPU time of the watcher's thread.
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import threading
@@ -18,29 +17,26 @@ import torch
 from torch import nn
 
 import farandole as fd
+from farandole.bench.measure.intervals import median_interval
+from models import step_of
+from shared import read_options, timed
 
 STALL_SECONDS = 10.0
 
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=30)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of a block")
-    options = parser.parse_args()
+    options = read_options(__doc__, pairs=30, seconds=(2.0, "of a block"))
     world = fd.init(progress=False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     fd.distribute(model, optimizer := torch.optim.SGD(model.parameters(), 0.01))
     x, y = torch.randn(32, 64), torch.randint(0, 10, (32,))
 
+    step = step_of(model, lambda model: nn.functional.cross_entropy(model(x), y), optimizer)
+
     def block(steps: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(steps):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-        return (time.perf_counter() - begin) / steps
+        return timed(step, steps)()
 
     block(200)
     count = int(fd.mean(options.seconds / block(200)))
@@ -56,9 +52,8 @@ def main() -> None:
         plain.append(found[False])
     seconds, used = time.perf_counter() - begin, thread_seconds() - cpu
     if world.is_main:
-        low, middle, high = interval(differences)
-        step = statistics.median(plain)
-        print(f"step {step * 1e6:.1f} us, {count} steps a block, {options.pairs} pairs")
+        middle, (low, high) = median_interval(differences)
+        print(f"step {statistics.median(plain) * 1e6:.1f} us, {count} steps a block, {options.pairs} pairs")
         print(f"with the watcher {middle * 1e6:+.2f} us a step ({low * 1e6:+.2f} to {high * 1e6:+.2f})")
         print(f"its thread used {used * 1e3:.2f} ms of CPU in {seconds:.0f} s ({used / seconds:.5%} of a core)")
 
@@ -68,13 +63,6 @@ def thread_seconds() -> float:
     (thread,) = (each for each in threading.enumerate() if each.name == "farandole-stall")
     assert thread.ident is not None, "it runs"
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Return the median and its 95 % interval, by the bootstrap."""
-    draw = random.Random(1)
-    medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(2000))
-    return medians[50], statistics.median(values), medians[-51]
 
 
 if __name__ == "__main__":

@@ -6,18 +6,12 @@ python benchmarks/startup.py
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
+from functools import partial
 
-
-def seconds(command: Sequence[str], directory: str) -> float:
-    begin = time.perf_counter()
-    subprocess.run(command, check=True, cwd=directory, capture_output=True)
-    return time.perf_counter() - begin
+from shared import FARANDOLE, medians_ms, take_turns, timed
 
 
 def main() -> None:
@@ -26,15 +20,13 @@ def main() -> None:
     commands = {
         "python": script,
         "import farandole": [python, "-c", "import farandole"],
-        "farandole run -np 2": [python, "-m", "farandole", "run", "-np", "2", "--quiet", "--", *script],
+        "farandole run -np 2": [*FARANDOLE, "run", "-np", "2", "--quiet", "--", *script],
         "two at once": ["sh", "-c", f"{python} -c pass & {python} -c pass & wait"],
     }
-    times: dict[str, list[float]] = {name: [] for name in commands}
     with tempfile.TemporaryDirectory() as directory:
-        for _ in range(21):
-            for name, command in commands.items():
-                times[name].append(seconds(command, directory))
-    medians = {name: round(1e3 * statistics.median(values), 1) for name, values in times.items()}
+        start = partial(subprocess.run, check=True, cwd=directory, capture_output=True)
+        calls = {name: timed(partial(start, command)) for name, command in commands.items()}
+        medians = medians_ms(take_turns(calls, 21, warm_up=0))
     result = {
         "median_ms": medians,
         "import_ms": round(medians["import farandole"] - medians["python"], 1),

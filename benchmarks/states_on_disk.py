@@ -15,31 +15,33 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import torch
 from torch import nn
 
 import farandole as fd
+from shared import make_parser, peak_bytes_from_now, seconds_of
 
 WIDTH = 1024
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", default="", help="of the files; by default the plan's")
-    parser.add_argument("--layers", type=int, default=64, help=f"linear layers of {WIDTH} x {WIDTH}, 4 MiB each")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--limit-mib", type=int, nargs="*", default=[])
-    parser.add_argument("--json", action="store_true", help="write the results as one JSON object")
+    parser = make_parser(
+        __doc__,
+        directory=("", "of the files; by default the plan's"),
+        layers=(64, f"linear layers of {WIDTH} x {WIDTH}, 4 MiB each"),
+        steps=8,
+        limit_mib=([int], "run with states on disk under these limits, too"),
+        json=(False, "write the results as one JSON object"),
+    )
     parser.add_argument("--measure", choices=["memory", "disk"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
         print(json.dumps(_measure(arguments)))
         return
     results = {}
-    runs = [("memory", None), ("disk", None), *(("disk", limit) for limit in arguments.limit_mib)]
+    runs = [("memory", None), ("disk", None), *(("disk", limit) for limit in arguments.limit_mib or [])]
     for kind, limit in runs:
         name = kind if limit is None else f"{kind}, limit {limit} MiB"
         words = [sys.executable, __file__, "--measure", kind, *(x for x in sys.argv[1:] if x != "--json")]
@@ -68,24 +70,14 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
         plan = fd.Plan(offload="disk", offload_directory=arguments.directory)
     fd.distribute(model, optimizer, plan)
     model(torch.randn(2, WIDTH)).square().mean().backward()
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _kib("VmHWM")
+    peak_bytes = peak_bytes_from_now()
     optimizer.step()
-    seconds = []
-    for _ in range(arguments.steps):
-        begin = time.perf_counter()
-        optimizer.step()
-        seconds.append(time.perf_counter() - begin)
+    seconds = seconds_of(optimizer.step, arguments.steps)
     return {
         "median_step_seconds": round(statistics.median(seconds), 4),
         "longest_step_seconds": round(max(seconds), 4),
-        "peak_above_gradients_mib": round((_kib("VmHWM") - before) / 1024, 1),
+        "peak_above_gradients_mib": round(peak_bytes() / 2**20, 1),
     }
-
-
-def _kib(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(key))
 
 
 def _group(limit_mib: int) -> Path:

@@ -6,7 +6,7 @@ so `verdict_strangers.py` compares steps for the same samples.
 
 from __future__ import annotations
 
-from benchmarks.strangers import TABULAR, Stranger
+from strangers import TABULAR, Stranger
 
 STAGES = """
 import torch

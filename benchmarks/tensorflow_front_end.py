@@ -33,15 +33,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from farandole.bench.measure.launch_ranks import Hosts, remove_unless_failed, run_here, run_on_hosts
+from farandole.bench.measure.launch_ranks import Hosts, run_here
 from farandole.bench.measure.machine import busy_note, machine_facts, machine_line
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second
+from shared import Run, make_importable, make_parser, markdown, run_workers, say, write_figures
 
-WORKER = "benchmarks.tensorflow_front_end_ranks"
-REPOSITORY = Path(__file__).resolve().parents[1]
+WORKER = "tensorflow_front_end_ranks"
 LOCAL = Hosts(1, 2, None)
 OURS, AUTO, LEGACY, THEIRS = "keras", "auto", "tf_keras", "mwms"
 TITLES = {
@@ -55,16 +54,11 @@ LOCAL_TARGETS = {"small": 1.05, "mlp": 1.00}
 """The most that a step may take, as a multiple of theirs."""
 CODEC_TARGETS = {"mlp": 2.5, "large": 3.0}
 """How many times faster int8 is to be than the exact exchange."""
-Run = dict[str, Any]
-
-
-def say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 def main() -> int:
     options = read_options()
-    make_importable(options.extra_path)
+    find_tensorflow(options.extra_path)
     has_theirs = importlib.util.find_spec("tf_keras") is not None
     if not has_theirs:
         say("tf_keras is not there (--extra-path): no comparison with MultiWorkerMirroredStrategy")
@@ -78,35 +72,34 @@ def main() -> int:
         figures = "\n".join([head, *notes, "", *lines])
         print(f"{mode}: {figures}\n", flush=True)
         if options.page is not None:
-            write_page(options.page, mode, figures)
+            write_figures(options.page, f"<!-- figures of {mode} -->", f"<!-- end of {mode} -->", figures)
     return 0
 
 
 def read_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(
+        __doc__,
+        rate=("200mbit", "of each emulated host's link (default: %(default)s)"),
+        models=("mlp,large", "of links, of mlp and large (default: %(default)s)"),
+        rounds=(int, "how often each contender runs (default: 4 local, 2 links)"),
+        quick=(False, "a few steps, in about a minute a mode"),
+        page=(Path, "page whose figures are replaced"),
+    )
     parser.add_argument("modes", nargs="+", choices=sorted(MODES), help="what to measure")
     parser.add_argument("--extra-path", action="append", default=[], help="folder with tf_keras or TensorFlow")
-    parser.add_argument("--rate", default="200mbit", help="of each emulated host's link (default: %(default)s)")
-    parser.add_argument("--models", default="mlp,large", help="of links, of mlp and large (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, help="how often each contender runs (default: 4 local, 2 links)")
-    parser.add_argument("--quick", action="store_true", help="a few steps, in about a minute a mode")
-    parser.add_argument("--page", type=Path, help="page whose figures are replaced")
     return parser.parse_args()
 
 
-def make_importable(folders: Sequence[str]) -> None:
+def find_tensorflow(folders: Sequence[str]) -> None:
     """Let ranks find the workers, TensorFlow and tf_keras."""
     found = [str(Path(folder).resolve()) for folder in folders]
     beside = Path(sys.prefix) / "tensorflow"
     if beside.is_dir():
         found.append(str(beside))
     sys.path += found
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(REPOSITORY), *found, *filter(None, [os.environ.get("PYTHONPATH")])]
-    )
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    make_importable(*found)
+    for name, value in (("TF_CPP_MIN_LOG_LEVEL", "2"), ("TF_NUM_INTRAOP_THREADS", "1"), ("OMP_NUM_THREADS", "1")):
+        os.environ.setdefault(name, value)
     if importlib.util.find_spec("tensorflow") is None:
         raise FarandoleError(
             "TensorFlow is not installed", remedy="pip install tensorflow-cpu, or --extra-path FOLDER"
@@ -132,19 +125,19 @@ def local(options: argparse.Namespace, has_theirs: bool) -> list[str]:
     words = ["--models", models, "--blocks", "1" if options.quick else "3"]
     kinds = [OURS, LEGACY, THEIRS] if has_theirs else [OURS]
     runs = in_turns(LOCAL, kinds, words, options.rounds or (1 if options.quick else 4), {})
-    lines = ["| model | gradients | what | ms a step | alone, ms | over MWMS (lowest to highest) | target |"]
-    lines += ["|---|--:|---|--:|--:|--:|--:|"]
-    for model in ("small", "mlp"):
-        for kind in runs:
-            target = LOCAL_TARGETS[model] if kind == OURS else None
-            lines.append(
-                f"| {model} | {MEGABYTES[model]:g} MB | {TITLES[kind]} | "
-                f"{milliseconds(median_of(runs[kind], model, main_contender(kind)))} | "
-                f"{milliseconds(median_of(runs[kind], model, 'alone'))} | {ratio_text(runs, kind, model)} | "
-                f"{'' if target is None else f'<= {target:.2f}'} |"
-            )
+    rows = [
+        [
+            model, f"{MEGABYTES[model]:g} MB", TITLES[kind],
+            milliseconds(median_of(runs[kind], model, main_contender(kind))),
+            milliseconds(median_of(runs[kind], model, "alone")), ratio_text(runs, kind, model),
+            f"<= {LOCAL_TARGETS[model]:.2f}" if kind == OURS else "",
+        ]
+        for model in ("small", "mlp")
+        for kind in runs
+    ]  # fmt: skip
+    head = "model | gradients | what | ms a step | alone, ms | over MWMS (lowest to highest) | target"
     note = "Medians of all steps. Alone: the same `fit` without an exchange, on both ranks at once."
-    return [*lines, "", note]
+    return [markdown(head, rows, right=(1, 3, 4, 5, 6)), "", note]
 
 
 def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
@@ -159,37 +152,34 @@ def links(options: argparse.Namespace, has_theirs: bool) -> list[str]:
     hosts = Hosts(2, 1, rate)
     more = {OURS: codecs, AUTO: ["--contenders", AUTO]}
     runs = in_turns(hosts, kinds, words, options.rounds or (1 if options.quick else 2), more)
-    lines = [
-        "| model | gradients | what | ms a step | sent, MB | bound, ms | over MWMS | exact over it | target |"
-    ]
-    lines += ["|---|--:|---|--:|--:|--:|--:|--:|--:|"]
+    rows = []
     for model in models:
         exact = median_of(runs[OURS], model, "exact")
-        rows = [(OURS, each) for each in ("alone", "exact", "int8", "int4")] + [(AUTO, AUTO)]
-        rows += [(THEIRS, "mwms")] if THEIRS in runs else []
-        for kind, contender in rows:
+        contenders = [(OURS, each) for each in ("alone", "exact", "int8", "int4")] + [(AUTO, AUTO)]
+        contenders += [(THEIRS, "mwms")] if THEIRS in runs else []
+        for kind, contender in contenders:
             mine = median_of(runs[kind], model, contender)
             sent = sent_of(runs[kind], model, contender)
-            target = "<= 1.00 MWMS" if contender == "exact" else ""
-            target = f">= {CODEC_TARGETS[model]:g} x" if contender == "int8" else target
-            over = ratio_text(runs, kind, model) if contender == "exact" else ""
-            faster = f"{exact / mine:.2f} x" if contender in {"int8", "int4", AUTO} and exact and mine else ""
-            title = TITLES[THEIRS] if kind == THEIRS else contender
-            lines.append(
-                f"| {model} | {MEGABYTES[model]:g} MB | {title} | {milliseconds(mine)} | {sent / 1e6:.1f} | "
-                f"{8e3 * sent / rate:.0f} | {over} | {faster} | {target} |"
-            )
+            targets = {"exact": "<= 1.00 MWMS", "int8": f">= {CODEC_TARGETS[model]:g} x"}
+            rows.append([
+                model, f"{MEGABYTES[model]:g} MB", TITLES[THEIRS] if kind == THEIRS else contender,
+                milliseconds(mine), f"{sent / 1e6:.1f}", f"{8e3 * sent / rate:.0f}",
+                ratio_text(runs, kind, model) if contender == "exact" else "",
+                f"{exact / mine:.2f} x" if contender in {"int8", "int4", AUTO} and exact and mine else "",
+                targets.get(contender, ""),
+            ])  # fmt: skip
+    head = "model | gradients | what | ms a step | sent, MB | bound, ms | over MWMS | exact over it | target"
     note = (
         f"Two emulated hosts, one rank each, links of {options.rate}. Sent: bytes of a host and step, headers "
         "included, counted by the kernel. Bound: what these bytes need at the rate, without compute (alone)."
     )
-    return [*lines, "", note]
+    return [markdown(head, rows, right=(1, 3, 4, 5, 6, 7, 8)), "", note]
 
 
 def small_ops(options: argparse.Namespace, _: bool) -> list[str]:
     """Operations of 4 kB, a world of one, and the compiler."""
     blocks = "2" if options.quick else "10"
-    operations = run_on_hosts(LOCAL, WORKER, ["operations", "--blocks", blocks], say=say)
+    operations = run_workers(LOCAL, WORKER, ["operations", "--blocks", blocks])
     models = "small:10" if options.quick else "small:60"
     one = run_alone(["one", "--models", models, "--blocks", blocks, "--calls", "300"])
     compiled = [compile_once() for _ in range(1 if options.quick else 3)]
@@ -200,7 +190,7 @@ def small_ops(options: argparse.Namespace, _: bool) -> list[str]:
     ]
     alone_ms = milliseconds(statistics.median(second for block in fit["alone"] for second in block))
     in_graph = statistics.median(one["graph"]["with"]) - statistics.median(one["graph"]["without"])
-    lines = ["| figure | target | median | lower quartile | lowest |", "|---|--:|--:|--:|--:|"]
+    rows = []
     for name, title, target in (
         ("eager", "`hvd.allreduce` of 4 kB, eager, two ranks", "<= 0.25 ms"),
         ("graph", "the same in a `tf.function`", ""),
@@ -209,17 +199,18 @@ def small_ops(options: argparse.Namespace, _: bool) -> list[str]:
     ):
         seconds = sorted(operations[name])
         figures = [statistics.median(seconds), seconds[len(seconds) // 4], seconds[0]]
-        lines.append(f"| {title} | {target} | {' | '.join(f'{1e3 * each:.3f} ms' for each in figures)} |")
-    lines += [
-        f"| a world of one adds to a step of `fit`, model small (alone {alone_ms} ms) "
-        f"| <= 0.3 ms | {1e3 * statistics.median(added):.3f} ms | | {1e3 * min(added):.3f} ms |",
-        f"| an allreduce of 4 kB in a graph adds in a world of one | <= 0.3 ms | {1e3 * in_graph:.3f} ms | | |",
-        f"| CPU time to compile the operation | <= 2 s | {median_key(compiled, 'cpu_seconds'):.2f} s | | "
-        f"{min(each['cpu_seconds'] for each in compiled):.2f} s |",
-        f"| wall-clock time of the same | | {median_key(compiled, 'wall_seconds'):.2f} s | | "
-        f"{min(each['wall_seconds'] for each in compiled):.2f} s |",
-    ]
-    return lines
+        rows.append([title, target, *(f"{1e3 * each:.3f} ms" for each in figures)])
+    step = f"a world of one adds to a step of `fit`, model small (alone {alone_ms} ms)"
+    rows.append([step, "<= 0.3 ms", f"{1e3 * statistics.median(added):.3f} ms", "", f"{1e3 * min(added):.3f} ms"])
+    graph = "an allreduce of 4 kB in a graph adds in a world of one"
+    rows.append([graph, "<= 0.3 ms", f"{1e3 * in_graph:.3f} ms", "", ""])
+    for key, title, target in (
+        ("cpu_seconds", "CPU time to compile the operation", "<= 2 s"),
+        ("wall_seconds", "wall-clock time of the same", ""),
+    ):
+        taken = [each[key] for each in compiled]
+        rows.append([title, target, f"{statistics.median(taken):.2f} s", "", f"{min(taken):.2f} s"])
+    return [markdown("figure | target | median | lower quartile | lowest", rows, right=(1, 2, 3, 4))]
 
 
 MODES: dict[str, Callable[[argparse.Namespace, bool], list[str]]] = {
@@ -238,7 +229,7 @@ def in_turns(
         for kind in list(found)[:: -1 if number % 2 else 1]:
             say(f"round {number + 1} of {rounds}: {kind}")
             peers = ["--peers", ",".join(addresses(hosts))] if kind == THEIRS else []
-            run = run_on_hosts(hosts, WORKER, [kind, *words, *more.get(kind, []), *peers], say=say)
+            run = run_workers(hosts, WORKER, [kind, *words, *more.get(kind, []), *peers])
             if "refused" in run:
                 say(f"{kind} is left out: {run['refused']}")
                 del found[kind]
@@ -259,18 +250,13 @@ def addresses(hosts: Hosts) -> list[str]:
 
 def run_alone(words: Sequence[str], **variables: str) -> Run:
     """Run the worker as one process without a launcher; return what it found."""
-    folder = Path(tempfile.mkdtemp(prefix="farandole-bench-"))
-    output = folder / "result.json"
-    command = [sys.executable, "-m", WORKER, *words, "--output", str(output)]
-    code = 1
-    try:
-        code = run_here(["env", *(f"{name}={value}" for name, value in variables.items()), *command])
-        if code:
+    with tempfile.TemporaryDirectory(prefix="farandole-bench-") as folder:
+        output = Path(folder) / "result.json"
+        command = [sys.executable, "-m", WORKER, *words, "--output", str(output)]
+        if code := run_here(["env", *(f"{name}={value}" for name, value in variables.items()), *command]):
             raise FarandoleError(f"{' '.join(words)} ended with {code}", remedy="what it said is above")
         result: Run = json.loads(output.read_text())
         return result
-    finally:
-        remove_unless_failed(folder, code)
 
 
 def compile_once() -> Run:
@@ -306,24 +292,8 @@ def ratio_text(runs: dict[str, list[Run]], kind: str, model: str) -> str:
     return f"{statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
-def median_key(rows: Sequence[Run], key: str) -> float:
-    return float(statistics.median([row[key] for row in rows]))
-
-
 def milliseconds(seconds: float | None) -> str:
     return "" if seconds is None else f"{1e3 * seconds:.1f}"
-
-
-def write_page(path: Path, mode: str, figures: str) -> None:
-    """Replace the figures of one mode on a page."""
-    opening, closing = f"<!-- figures of {mode} -->", f"<!-- end of {mode} -->"
-    before, found, rest = path.read_text().partition(opening)
-    _, ended, after = rest.partition(closing)
-    if not (found and ended):
-        raise FarandoleError(
-            f"{path} has no lines {opening!r} and {closing!r}", remedy="put both around the figures"
-        )
-    path.write_text(f"{before}{opening}\n{figures}\n{closing}{after}")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import resource
 import time
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from pathlib import Path
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+
+from farandole.bench.measure.intervals import sent_bytes
+from shared import seconds_of, take_turns, worker_parser, write_found
 
 WIDTHS = {
     "small": [128] * 51 + [10],
@@ -67,7 +69,7 @@ class Training:
         moments: list[tuple[float, int]] = []
 
         def note(*_: Any, **__: Any) -> None:
-            moments.append((time.perf_counter(), sent_bytes()))
+            moments.append((time.perf_counter(), sent_bytes(loopback=False)))
 
         watch = type("Watch", (self._tf.keras.callbacks.Callback,), {"on_train_batch_end": note})
         count = steps + WARM_UP_STEPS
@@ -83,15 +85,6 @@ def dataset(tf: Any, name: str) -> Any:
     x = draw.normal(size=(BATCH, WIDTHS[name][0])).astype("float32")
     y = draw.integers(0, 10, size=BATCH)
     return tf.data.Dataset.from_tensors((x, y)).repeat()
-
-
-def sent_bytes() -> int:
-    """Return the bytes that this host's first interface has sent; 0 where there is none of that name."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counts = line.partition(":")
-        if name.strip() == "eth0":
-            return int(counts.split()[8])
-    return 0
 
 
 def import_tensorflow(*, legacy: bool) -> Any:
@@ -111,7 +104,7 @@ def make_trainings(options: argparse.Namespace, name: str) -> dict[str, Training
     hvd = importlib.import_module("farandole.horovod.tensorflow.keras")
     if not hvd.is_initialized():
         if options.contenders == "auto":
-            plan = Path(options.output).with_name(f"auto{RANK}.toml")
+            plan = options.output.with_name(f"auto{RANK}.toml")
             plan.write_text(AUTO_PLAN)
             os.environ["FARANDOLE_PLAN"] = str(plan)
         hvd.init()
@@ -150,15 +143,14 @@ def time_trainings(options: argparse.Namespace) -> dict[str, Any]:
     for text in options.models.split(","):
         name, _, count = text.partition(":")
         trainings = make_trainings(options, name)
-        blocks: dict[str, Blocks] = {contender: [] for contender in trainings}
-        sent: dict[str, list[float]] = {contender: [] for contender in trainings}
-        for number in range(options.blocks + 1):
-            for contender in list(trainings)[:: 1 if number % 2 else -1]:
-                steps = int(count) if number else FIRST_STEPS.get(contender, WARM_UP_STEPS)
-                seconds, count_of_bytes = trainings[contender].block(steps)
-                if number:
-                    blocks[contender].append(seconds)
-                    sent[contender].append(count_of_bytes)
+        for contender, training in trainings.items():
+            training.block(FIRST_STEPS.get(contender, WARM_UP_STEPS))
+        calls = {contender: partial(training.block, int(count)) for contender, training in trainings.items()}
+        blocks: dict[str, Blocks] = {}
+        sent: dict[str, list[float]] = {}
+        for contender, found in take_turns(calls, options.blocks, warm_up=0).items():
+            blocks[contender] = [seconds for seconds, _ in found]
+            sent[contender] = [byte_count for _, byte_count in found]
         results[name] = {"seconds": blocks, "sent_bytes": sent}
     return results
 
@@ -188,15 +180,8 @@ def time_in_turns(
     operations: dict[str, Callable[[], object]], options: argparse.Namespace
 ) -> dict[str, list[float]]:
     """Return the seconds of each call."""
-    found: dict[str, list[float]] = {name: [] for name in operations}
-    for number in range(options.blocks + 1):
-        for name in list(operations)[:: 1 if number % 2 else -1]:
-            for _ in range(options.calls):
-                begin = time.perf_counter()
-                operations[name]()
-                if number:
-                    found[name].append(time.perf_counter() - begin)
-    return found
+    blocks = {name: partial(seconds_of, call, options.calls) for name, call in operations.items()}
+    return {name: list(chain.from_iterable(found)) for name, found in take_turns(blocks, options.blocks).items()}
 
 
 def time_one_rank(options: argparse.Namespace) -> dict[str, Any]:
@@ -238,15 +223,15 @@ KINDS: dict[str, Callable[[argparse.Namespace], Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = worker_parser(
+        __doc__,
+        models=("small:20", "model:steps of a block, ..."),
+        contenders=("alone,exact", "names, or auto alone: it has a plan"),
+        blocks=3,
+        calls=(100, "of a small operation in one block"),
+        peers=("", "host:port of each rank, for MultiWorkerMirroredStrategy"),
+    )
     parser.add_argument("kind", choices=sorted(KINDS))
-    parser.add_argument("--models", default="small:20", help="model:steps of a block, ...")
-    parser.add_argument("--contenders", default="alone,exact", help="names, or auto alone: it has a plan")
-    parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--calls", type=int, default=100, help="of a small operation in one block")
-    parser.add_argument("--peers", default="", help="host:port of each rank, for MultiWorkerMirroredStrategy")
-    parser.add_argument("--loopback", action="store_true")
-    parser.add_argument("--output", required=True)
     options = parser.parse_args()
     if options.kind in {"one", "compiler"}:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # as the launcher binds a rank
@@ -256,8 +241,7 @@ def main() -> None:
         if options.kind != "tf_keras":
             raise
         found = {"refused": str(refused)}  # not supported yet
-    if RANK == 0:
-        Path(options.output).write_text(json.dumps(found))
+    write_found(found, options)
 
 
 if __name__ == "__main__":

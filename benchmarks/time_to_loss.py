@@ -19,19 +19,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 from farandole.bench.measure.intervals import median_interval
-from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.bench.measure.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second
+from shared import Run, read_options, run_workers, say
 
-WORKER = "benchmarks.time_to_loss_ranks"
+WORKER = "time_to_loss_ranks"
 DDP, COMPUTE = "ddp", "ddp-nosync"
 CONTENDERS = [
     *(f"ddp-powersgd:{rank}" for rank in (1, 2, 4)),
@@ -39,11 +38,6 @@ CONTENDERS = [
     "int4",
     "auto+lossy=true",
 ]
-Run = dict[str, Any]
-
-
-def say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
 
 
 class Benchmark:
@@ -59,7 +53,7 @@ class Benchmark:
     def time_steps(self, names: list[str]) -> Run:
         """Return step times on the shaped link, interleaved, by contender."""
         words = ["time", "--contenders", ";".join(names), "--rounds", str(self._arguments.rounds), *self._model]
-        return run_on_hosts(self.shaped, WORKER, words, say=say)
+        return run_workers(self.shaped, WORKER, words)
 
     def train(self, name: str, seed: int, *, goal: float | None, choice: Run | None) -> Run:
         """Return one run. Without a goal it makes `steps` steps; with one, at least these."""
@@ -70,7 +64,7 @@ class Benchmark:
         if choice is not None:
             words += ["--choice", json.dumps(choice)]
         say(f"seed {seed}: {name}")
-        return run_on_hosts(self.trains_on, WORKER, words, say=say)
+        return run_workers(self.trains_on, WORKER, words)
 
 
 def reached(run: Run, goal: float) -> tuple[int, float] | None:
@@ -87,19 +81,13 @@ def loss_after(run: Run, steps: int) -> float:
 
 def row_of(runs: list[Run], goals: list[float], steps: int, step_seconds: float | None) -> Run:
     """Return what one contender did, by seed."""
-    times: list[float | None] = []
-    counts: list[int | None] = []
-    for run, goal in zip(runs, goals, strict=True):
-        found = reached(run, goal)
-        counts.append(None if found is None else found[0])
-        if found is None:
-            times.append(None)
-        else:
-            times.append(found[1] if step_seconds is None else found[0] * step_seconds)
+    found = [reached(run, goal) for run, goal in zip(runs, goals, strict=True)]
     losses = [loss_after(run, steps) for run in runs]
     return {
-        "seconds_to_loss": times,
-        "steps_to_loss": counts,
+        "seconds_to_loss": [
+            each and (each[1] if step_seconds is None else each[0] * step_seconds) for each in found
+        ],
+        "steps_to_loss": [each and each[0] for each in found],
         "step_seconds": [run["step_seconds"] if step_seconds is None else step_seconds for run in runs],
         "final_losses": losses,
         "final_loss_mean": statistics.mean(losses),
@@ -119,23 +107,22 @@ def add_ratios(rows: dict[str, Run]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="100mbit", help="of each host's link (default: 100mbit)")
-    parser.add_argument("--seeds", type=int, default=3, help="how many (default: 3)")
-    parser.add_argument("--steps", type=int, default=600, help="of DDP, whose loss is the goal (default: 600)")
-    parser.add_argument("--every", type=int, default=20, help="steps between two validations (default: 20)")
-    parser.add_argument("--most", type=float, default=2.0, help="give up after this many times --steps")
-    parser.add_argument("--rounds", type=int, default=10, help="steps that are timed of each (default: 10)")
-    parser.add_argument("--batch", type=int, default=4, help="windows of 64 bytes a rank (default: 4)")
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--contenders", help=f"beside {DDP} (default: {';'.join(CONTENDERS)})")
-    parser.add_argument("--split", action="store_true", help="losses on a free link, step times on the shaped one")
-    parser.add_argument("--output", help="file for the result, kept up to date after each run; also on stdout")
-    arguments = parser.parse_args()
-    root = str(Path(__file__).resolve().parents[1])
-    os.environ["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    others = arguments.contenders.split(";") if arguments.contenders else CONTENDERS
+    arguments = read_options(
+        __doc__,
+        rate=("100mbit", "of each host's link (default: 100mbit)"),
+        seeds=(3, "how many (default: 3)"),
+        steps=(600, "of DDP, whose loss is the goal (default: 600)"),
+        every=(20, "steps between two validations (default: 20)"),
+        most=(2.0, "give up after this many times --steps"),
+        rounds=(10, "steps that are timed of each (default: 10)"),
+        batch=(4, "windows of 64 bytes a rank (default: 4)"),
+        width=256,
+        depth=4,
+        contenders=(";".join(CONTENDERS), f"beside {DDP}"),
+        split=(False, "losses on a free link, step times on the shaped one"),
+        output=(Path, "file for the result, kept up to date after each run; also on stdout"),
+    )
+    others = arguments.contenders.split(";")
     names = [DDP, *others]
     bench = Benchmark(arguments)
     timed = bench.time_steps([COMPUTE, *names] if arguments.split else [COMPUTE, DDP])
@@ -174,7 +161,7 @@ def main() -> None:
             "contenders": rows,
         }
         if arguments.output:
-            Path(arguments.output).write_text(json.dumps(result, indent=1))
+            arguments.output.write_text(json.dumps(result, indent=1))
     print(json.dumps(result), flush=True)
 
 

@@ -9,12 +9,12 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import default_collate
 
 import farandole as fd
 from farandole.bench.data import ByteWindows, load_text
@@ -22,6 +22,7 @@ from farandole.bench.models.language import LanguageModel
 from farandole.bench.step.contenders import Contender, make_contender
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.model import DistributedModel
+from shared import of_slowest, slowest_in_turns, timed, worker_parser, write_found
 
 CONTEXT = 64
 VALIDATION_WINDOWS = 512
@@ -69,8 +70,8 @@ class Data:
 
 
 def stack(windows: ByteWindows, indices: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    pairs = [windows[index] for index in indices]
-    return torch.stack([inputs for inputs, _ in pairs]), torch.stack([targets for _, targets in pairs])
+    inputs, targets = default_collate([windows[index] for index in indices])
+    return inputs, targets
 
 
 def cross_entropy(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -97,24 +98,16 @@ def make(
 def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
     """Return seconds of steps by contender, each the slowest rank's, and what codec "auto" chose."""
     data = Data(world, 0, arguments.batch)
-    every = arguments.contenders.split(";")
-    contenders = {name: make(name, 0, make_model, data, None) for name in every}
-    times: dict[str, list[float]] = {name: [] for name in every}
+    contenders = {name: make(name, 0, make_model, data, None) for name in arguments.contenders.split(";")}
     plans = {name: DistributedModel.of(each.model).plan for name, each in contenders.items()}
     local = {name: SyncSpec.parse(plan.sync).steps for name, plan in plans.items()
              if plan is not None and plan.sync != "every_step"}  # fmt: skip
-    for name, steps in local.items():
-        times[name] = [time_block(contenders[name], steps) for _ in range(1 + LOCAL_BLOCKS)][1:]
-    names = [name for name in every if name not in local]
-    for round_ in range(WARM_UP_ROUNDS + arguments.rounds):
-        for name in names if round_ % 2 else reversed(names):
-            dist.barrier()
-            begin = time.perf_counter()
-            contenders[name].step()
-            seconds = torch.tensor(time.perf_counter() - begin, dtype=torch.float64)
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-            if round_ >= WARM_UP_ROUNDS:
-                times[name].append(float(seconds))
+    times: dict[str, list[float]] = {}
+    for name, steps in local.items():  # in blocks, from one meeting to the next
+        block = timed(contenders[name].step, steps, before=dist.barrier)
+        times[name] = of_slowest([block() for _ in range(1 + LOCAL_BLOCKS)][1:])
+    steps_of = {name: each.step for name, each in contenders.items() if name not in local}
+    times |= slowest_in_turns(steps_of, arguments.rounds, warm_up=WARM_UP_ROUNDS)
     choices = {}
     for name, contender in contenders.items():
         reducer = DistributedModel.of(contender.model).reducer
@@ -126,17 +119,6 @@ def time_steps(arguments: argparse.Namespace, world: Any, make_model: Callable[[
             }  # fmt: skip
     contenders.clear()  # wrappers keep groups, which must be gone before the process is
     return {"seconds": times, "choices": choices}
-
-
-def time_block(contender: Contender, steps: int) -> float:
-    """Return the mean seconds of `steps` steps, the slowest rank's: as many as between two meetings."""
-    dist.barrier()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        contender.step()
-    seconds = torch.tensor((time.perf_counter() - begin) / steps, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
 
 
 def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn.Module]) -> dict[str, Any]:
@@ -170,28 +152,17 @@ def train(arguments: argparse.Namespace, world: Any, make_model: Callable[[], nn
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = worker_parser(
+        __doc__, contenders=str, seed=0, steps=1, every=1, rounds=1, batch=int, width=int, depth=int, goal=float,
+        most=1.0, choice=str,
+    )  # fmt: skip
     parser.add_argument("mode", choices=["time", "train"])
-    parser.add_argument("--contenders", required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--every", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--batch", type=int, required=True)
-    parser.add_argument("--width", type=int, required=True)
-    parser.add_argument("--depth", type=int, required=True)
-    parser.add_argument("--goal", type=float)
-    parser.add_argument("--most", type=float, default=1.0)
-    parser.add_argument("--choice")
-    parser.add_argument("--loopback", action="store_true")
-    parser.add_argument("--output", required=True)
     arguments = parser.parse_args()
     world = fd.init(device="cpu")
     make_model = partial(LanguageModel, arguments.width, arguments.depth, 4, CONTEXT)
     found = (time_steps if arguments.mode == "time" else train)(arguments, world, make_model)
     found["parameters"] = sum(parameter.numel() for parameter in make_model().parameters())
-    if world.rank == 0:
-        Path(arguments.output).write_text(json.dumps(found))
+    write_found(found, arguments)
 
 
 if __name__ == "__main__":

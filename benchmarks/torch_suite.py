@@ -16,7 +16,6 @@ here (`farandole.backend.replace_gloo`), and the cases are those of gloo.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import logging
 import os
@@ -25,6 +24,8 @@ import tempfile
 import time
 import unittest
 from typing import Any
+
+from shared import make_parser
 
 RANKS = 3
 
@@ -79,9 +80,11 @@ class Result(unittest.TestResult):
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--backend", choices=("farandole", "gloo"), default="farandole")
-    parser.add_argument("--exact", action="store_true", help="the names are whole")
+    parser = make_parser(
+        __doc__,
+        backend=("farandole", "of all cases", ("farandole", "gloo")),
+        exact=(False, "the names are whole"),
+    )
     parser.add_argument("names", nargs="*", help="beginnings of names of cases (default: all)")
     options = parser.parse_args()
     begin = time.monotonic()

@@ -19,8 +19,6 @@ import tempfile
 import time
 from pathlib import Path
 
-from interleaved import paired  # type: ignore[import-not-found]
-
 ROOT = Path(__file__).resolve().parents[1]
 RANKS = 2
 MODELS = ("small", "lm")
@@ -81,9 +79,9 @@ def play(arguments: argparse.Namespace) -> None:
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[int(os.environ["LOCAL_RANK"])]})
     import torch
     import torch.distributed as dist
-    from interleaved import build
 
     import farandole as fd
+    from models import build
 
     fd.init(progress=False)
     make, loss_of = build(arguments.model)
@@ -105,6 +103,8 @@ def play(arguments: argparse.Namespace) -> None:
 
 def compare(arguments: argparse.Namespace) -> dict[str, object]:
     """Return what was measured of this tree and of the commit."""
+    from shared import paired  # ranks of the other version cannot: it needs this one's product
+
     with tempfile.TemporaryDirectory() as directory:
         other = Path(directory, "other")
         add = ["git", "worktree", "add", "--quiet", "--detach", str(other), arguments.commit]

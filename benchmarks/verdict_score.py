@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,7 +28,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verdict_score`
+
+import verdict_pages as pages
+from shared import FARANDOLE
 
 SCRIPT = Path(__file__).with_name("verdict_trainings.py")
 WARM_UP = 3
@@ -67,95 +69,70 @@ class Case:
         return " ".join(text for text in (self.training, fault, self.rate, *self.settings[:1]) if text)
 
 
-def late(training: str, place: str, size: float = 0.06) -> Case:
-    return Case(training, place, ("straggler",), size, ranks=(1,))
-
-
-def slow_link(training: str, rate: str, *options: str, settings: tuple[str, ...] = ()) -> Case:
+def slow_link(training: str, rate: str, *settings: str) -> Case:
     kinds = ("communication", "large-buckets", "small-buckets", "slow-link")
-    return Case(training, "none", kinds, rate=rate, options=options, settings=settings, by_clock=False)
+    return Case(training, "none", kinds, rate=rate, settings=settings, by_clock=False)
 
 
+def burner(training: str) -> Case:
+    return Case(training, "none", ("oversubscribed",), burner=True, by_clock=False, ranks=(1,))
+
+
+def threads(training: str) -> Case:
+    return Case(training, "threads", ("threads", "oversubscribed"), 8, by_clock=False)
+
+
+def plain_optimizer(training: str, batch: str) -> Case:
+    return Case(
+        training, "none", ("optimizer",), by_clock=False, options=("--batch", batch),
+        healthy_options=("--optimizer", "fused"),
+    )  # fmt: skip
+
+
+PLANTED: dict[tuple[str, str], dict[str, float]] = {
+    ("slow_data", "input"): {
+        "gpt2": 0.2, "resnet18": 0.3, "gat": 0.1, "vit": 0.15, "trainer-gpt2": 0.2, "lightning-vit": 0.15,
+    },
+    ("busy_data", "input"): {
+        "bert": 0.1, "convnext_atto": 0.15, "mobilenetv3_small_050": 0.2, "lightning-gpt2": 0.1,
+    },
+    ("late_forward", "straggler"): {"gpt2": 0.06, "resnet18": 0.1, "gat": 0.04, "trainer-gpt2": 0.06},
+    ("late_backward", "straggler"): {"llama": 0.06, "vit": 0.1, "convnext_atto": 0.08, "lightning-resnet18": 0.1},
+    ("late_optimizer", "straggler"): {"bert": 0.06, "mobilenetv3_small_050": 0.05, "trainer-vit": 0.1},
+    ("long_rows", "straggler"): {"llama": 0.06},
+    ("turns", "jitter"): {"llama": 0.08, "resnet18": 0.12},
+    ("gc", "gc"): {"gpt2": 0.06, "gat": 0.06, "vit": 0.12, "trainer-gpt2": 0.06},
+    ("checkpoint", "pause"): {"bert": 0.06, "resnet18": 0.1, "trainer-vit": 0.1},
+    ("evaluation", "pause"): {"gat": 0.05, "llama": 0.08, "lightning-vit": 0.05},
+    ("silent_save", "pause"): {"resnet18": 2},
+    ("irregular", "irregular"): {"gpt2": 0.06, "mobilenetv3_small_050": 0.08},
+    ("own_code", "other"): {"vit": 0.06, "gat": 0.05, "trainer-llama": 0.06},
+    ("own_code_after", "other"): {"llama": 0.06, "convnext_atto": 0.08, "lightning-gpt2": 0.06},
+}  # fmt: skip
+"""Sizes by training, under the fault and the kind that must be found. Stragglers are rank 1."""
 CASES = (
-    Case("gpt2", "slow_data", ("input",), 0.2),
-    Case("resnet18", "slow_data", ("input",), 0.3),
-    Case("gat", "slow_data", ("input",), 0.1),
-    Case("vit", "slow_data", ("input",), 0.15),
-    Case("bert", "busy_data", ("input",), 0.1),
-    Case("convnext_atto", "busy_data", ("input",), 0.15),
-    Case("mobilenetv3_small_050", "busy_data", ("input",), 0.2),
-    late("gpt2", "late_forward"),
-    late("resnet18", "late_forward", 0.1),
-    late("gat", "late_forward", 0.04),
-    late("llama", "late_backward"),
-    late("vit", "late_backward", 0.1),
-    late("convnext_atto", "late_backward", 0.08),
-    late("bert", "late_optimizer"),
-    late("mobilenetv3_small_050", "late_optimizer", 0.05),
-    Case("llama", "turns", ("jitter",), 0.08),
-    Case("resnet18", "turns", ("jitter",), 0.12),
-    Case("gpt2", "gc", ("gc",)),
-    Case("gat", "gc", ("gc",)),
-    Case("vit", "gc", ("gc",), 0.12),
-    Case("bert", "checkpoint", ("pause",)),
-    Case("resnet18", "checkpoint", ("pause",), 0.1),
-    Case("gat", "evaluation", ("pause",), 0.05),
-    Case("llama", "evaluation", ("pause",), 0.08),
-    Case("resnet18", "silent_save", ("pause",), 2),
-    Case("gpt2", "irregular", ("irregular",)),
-    Case("mobilenetv3_small_050", "irregular", ("irregular",), 0.08),
-    Case("vit", "own_code", ("other",)),
-    Case("gat", "own_code", ("other",), 0.05),
-    Case("llama", "own_code_after", ("other",)),
-    Case("convnext_atto", "own_code_after", ("other",), 0.08),
-    Case("bert", "threads", ("threads", "oversubscribed"), 8, by_clock=False),
-    Case("vit", "threads", ("threads", "oversubscribed"), 8, by_clock=False),
+    *(
+        Case(training, fault, (kind,), size, ranks=(1,) if kind == "straggler" else ())
+        for (fault, kind), sizes in PLANTED.items()
+        for training, size in sizes.items()
+    ),
+    threads("bert"),
+    threads("vit"),
     Case("gat", "slow_start", ("warm-up",), 0.2, steps=50),
-    Case("resnet18", "none", ("oversubscribed",), burner=True, by_clock=False, ranks=(1,)),
-    Case("gpt2", "none", ("oversubscribed",), burner=True, by_clock=False, ranks=(1,)),
-    Case("llama", "long_rows", ("straggler",), ranks=(1,)),
-    Case(
-        "mobilenetv3_small_050",
-        "none",
-        ("optimizer",),
-        by_clock=False,
-        options=("--batch", "4"),
-        healthy_options=("--optimizer", "fused"),
-    ),
-    Case(
-        "convnext_atto",
-        "none",
-        ("optimizer",),
-        by_clock=False,
-        options=("--batch", "1"),
-        healthy_options=("--optimizer", "fused"),
-    ),
+    burner("resnet18"),
+    burner("gpt2"),
+    plain_optimizer("mobilenetv3_small_050", "4"),
+    plain_optimizer("convnext_atto", "1"),
     slow_link("gpt2", "200mbit"),
     slow_link("llama", "200mbit"),
     slow_link("resnet18", "500mbit"),
     slow_link("vit", "100mbit"),
     slow_link("convnext_atto", "300mbit"),
-    slow_link("resnet18", "1gbit", settings=("bucket_bytes=1000000000", "first_bucket_bytes=1000000000")),
-    Case("llama", "micro_batches", ("extra-exchange",), rate="200mbit", by_clock=False),
-    Case("trainer-gpt2", "slow_data", ("input",), 0.2),
-    late("trainer-gpt2", "late_forward"),
-    late("trainer-vit", "late_optimizer", 0.1),
-    Case("trainer-llama", "own_code", ("other",)),
-    Case("trainer-gpt2", "gc", ("gc",)),
-    Case("trainer-vit", "checkpoint", ("pause",), 0.1),
     slow_link("trainer-llama", "200mbit"),
-    Case("lightning-vit", "slow_data", ("input",), 0.15),
-    Case("lightning-gpt2", "busy_data", ("input",), 0.1),
-    late("lightning-resnet18", "late_backward", 0.1),
-    Case("lightning-gpt2", "own_code_after", ("other",)),
-    Case("lightning-vit", "evaluation", ("pause",), 0.05),
     slow_link("lightning-resnet18", "500mbit"),
-    Case("gpt2", "none", ()),
-    Case("resnet18", "none", ()),
-    Case("gat", "none", ()),
-    Case("vit", "none", ()),
-    Case("trainer-gpt2", "none", ()),
-    Case("lightning-vit", "none", ()),
+    slow_link("resnet18", "1gbit", "bucket_bytes=1000000000", "first_bucket_bytes=1000000000"),
+    Case("llama", "micro_batches", ("extra-exchange",), rate="200mbit", by_clock=False),
+    *(Case(name, "none", ()) for name in ("gpt2", "resnet18", "gat", "vit", "trainer-gpt2", "lightning-vit")),
 )
 """Those without kinds are healthy: nothing may be found that costs 10 % or more, unless its fix gains as much."""
 
@@ -183,35 +160,19 @@ class Trials:
         """Run the training once, and diagnose it."""
         self.count += 1
         where = self.directory / f"{self.count}-{case.training}-{fault}"
-        farandole = [sys.executable, "-m", "farandole"]
-        command = [*farandole, "run", "-np", "2", "--quiet", "--run-dir", str(where)]
-        if rate:
-            command = [*farandole, "emulate", "--hosts", "2", "--rate", rate]
-        for setting in settings:
-            command += ["--set", setting]
+        where.mkdir()
+        hosts = ["emulate", "--hosts", "2", "--rate", rate] if rate else ["run", "-np", "2", "--quiet"]
+        command = [*FARANDOLE, *hosts, *(word for setting in settings for word in ("--set", setting))]
         command += ["--", sys.executable, str(SCRIPT), case.training, "--fault", fault, "--size", str(case.size)]
         command += ["--steps", str(case.steps), *options]
-        beside = self.directory / f"beside-{self.count}"  # where emulated hosts leave their run
-        beside.mkdir()
         environment = {**os.environ, "OMP_NUM_THREADS": "1"} if fault != "threads" else dict(os.environ)
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=beside
-        )
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        if rate:
-            (made,) = (beside / "runs").iterdir()
-            made.rename(where)
-        said = subprocess.run(
-            [*farandole, "diagnose", str(where), "--json"], capture_output=True, text=True, timeout=300, check=True
-        )
-        diagnosis = json.loads(said.stdout)
+        run, diagnosis = pages.diagnosed(command, where, environment)
         taken = [
             {int(step): seconds for step, seconds in json.loads(file.read_text()).items()}
-            for file in sorted(where.glob("taken-rank*.json"))
+            for file in sorted(run.glob("taken-rank*.json"))
         ]
         if self.keep:
-            shutil.copytree(where, self.keep / where.name, ignore=shutil.ignore_patterns("*.pt"))
+            shutil.copytree(run, self.keep / where.name, ignore=shutil.ignore_patterns("*.pt"))
         return Outcome(float(diagnosis["step_seconds"]), diagnosis, taken)
 
     def healthy(self, case: Case) -> Outcome:
@@ -222,7 +183,7 @@ class Trials:
 
     def faulty(self, case: Case) -> Outcome:
         """Return the run with the fault."""
-        with burning() if case.burner else nothing():
+        with pages.burning(case.burner):
             return self.run(case, fault=case.fault, rate=case.rate, settings=case.settings, options=case.options)
 
     def fixed(self, case: Case, fix: dict[str, Any]) -> tuple[Outcome, str]:
@@ -277,18 +238,16 @@ def judge(case: Case, trials: Trials) -> dict[str, Any]:
     findings = faulty.diagnosis["findings"]
     first = findings[0] if findings else None
     row: dict[str, Any] = {
-        "case": case.name, "size": case.size, "step": faulty.step, "healthy": healthy.step if healthy else None,
+        "case": case.name, "size": case.size, "faulty": faulty.step, "healthy": healthy.step if healthy else None,
         "verdict": faulty.diagnosis["verdict"], "kind": first["kind"] if first else None,
     }  # fmt: skip
     if not case.kinds:
-        row["right"] = first is None or first["share"] < 0.10
+        row["right"] = first is None or first["share"] < pages.LITTLE
         if first and not row["right"] and first["fixes"] and first["fixes"][0]["changes"]:
             row |= gain_of(case, trials, first["fixes"][0], faulty_steps)
-            row["right"] = row.get("kept", 0.0) >= 0.8  # it was none too few
+            row["right"] = row.get("kept", 0.0) >= pages.ENOUGH  # it was none too few
         return row
-    row["right"] = bool(
-        first and first["kind"] in case.kinds and (not case.ranks or tuple(first["ranks"]) == case.ranks)
-    )
+    row["right"] = pages.is_right(first, case.kinds, case.ranks)
     mine = next((f for f in findings if f["kind"] in case.kinds), None)
     if mine is None:
         return row
@@ -321,43 +280,21 @@ def gain_of(case: Case, trials: Trials, fix: dict[str, Any], faulty_steps: list[
     return row
 
 
-def summarise(rows: list[dict[str, Any]]) -> str:
-    priced = [row for row in rows if row.get("price") is not None]
-    promised = [row for row in rows if row.get("kept") is not None]
-    return "\n".join(
-        [
-            "| asked | measured |",
-            "|---|---|",
-            f"| verdict right in >= 95 % | {sum(r['right'] for r in rows)} of {len(rows)} |",
-            f"| price within 15 % | {sum(abs(r['price'] - 1) <= 0.15 for r in priced)} of {len(priced)} |",
-            f"| first fix gives >= 0.8 of its promise in >= 90 % | {sum(r['kept'] >= 0.8 for r in promised)} of "
-            f"{len(promised)} |",
-        ]
-    )
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| case | found | healthy | faulty | cost | truth | fix | promised | gained |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        mark = "" if row["right"] else " **wrong**"
-        lines.append(
-            f"| {row['case']} | {row['kind'] or 'nothing'}{mark} | {ms(row.get('healthy'))} | {ms(row['step'])} | "
-            f"{ms(row.get('cost'))} | {ms(row.get('truth'))} | {row.get('done', '')} | "
-            f"{ms(row.get('promised'))} | {ms(row.get('gained'))} |"
-        )
-    return "\n".join(lines)
+ASKED = {
+    "right": "verdict right in >= 95 %",
+    "price": "price within 15 %",
+    "kept": "first fix gives >= 0.8 of its promise in >= 90 %",
+}
 
 
 def main() -> int:
-    arguments = read_arguments(str(__doc__), repeat=1)
+    arguments = pages.read_arguments(str(__doc__), repeat=1)
     cases = {case.name: case for case in CASES}
     with tempfile.TemporaryDirectory() as directory:
         trials = Trials(Path(directory), arguments.keep, arguments.repeat)
-        rows, failed = play(list(cases), lambda name: judge(cases[name], trials), arguments)
-    publish(rows, list(cases), [summarise(rows), table(rows)], BEGIN, arguments.page)
+        rows, failed = pages.play(list(cases), lambda name: judge(cases[name], trials), arguments)
+    parts = [pages.summarise(rows, ASKED), pages.table(rows, "fix", lambda row: row.get("done", ""))]
+    pages.publish(rows, list(cases), parts, BEGIN, arguments.page)
     return failed
 
 

@@ -26,7 +26,6 @@ import re
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import textwrap
@@ -34,22 +33,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.strangers import STRANGERS, Stranger
-from benchmarks.strangers_divided import DIVIDED
-from benchmarks.verdict_pages import burning, ms, nothing, play, publish, read_arguments
+sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verdict_strangers`
 
+import verdict_pages as pages
 from farandole.core.vocabulary.degrees import ORDER
 from farandole.observe.diagnose.facts.finding import OUTSIDE
+from shared import ROOT
+from strangers import STRANGERS, Stranger
+from strangers_divided import DIVIDED
 
-ROOT = Path(__file__).resolve().parents[1]
 BEGIN = "<!-- figures of benchmarks/verdict_strangers.py -->"
 BEGIN_DIVIDED = "<!-- figures of benchmarks/verdict_strangers.py: divided models -->"
 """In the page: what stands before them, and from the next heading on, is kept."""
 _LOOKS = ("fd.phase(", "top -o", "ethtool ", "bench collectives", "rsync ")
 """Text of what is pasted to see more, not to make anything faster."""
-_ENOUGH, _NEAR = 0.8, 0.15
-_LITTLE = 0.10
-"""Of a healthy run's step; a finding that costs less is none too many."""
 
 
 class Lab:
@@ -62,14 +59,8 @@ class Lab:
 
     def command(self, farandole: str) -> list[str]:
         """Return a line of the case, as typed."""
-        return [
-            "farandole",
-            *shlex.split(farandole),
-            "--",
-            "python",
-            str(self.script),
-            *self.case.arguments.split(),
-        ]
+        script = [str(self.script), *self.case.arguments.split()]
+        return ["farandole", *shlex.split(farandole), "--", "python", *script]
 
     def run(self, words: list[str], text: str, *, is_faulty: bool = True) -> dict[str, Any]:
         """Run a line of ``farandole`` with a script's text; return the diagnosis of the run."""
@@ -79,22 +70,11 @@ class Lab:
         if not self.is_file:
             self.script.write_text(text)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        environment = {**os.environ, "PATH": path}
-        with burning() if self.case.burner and is_faulty else nothing():
-            done = subprocess.run(
-                words, capture_output=True, text=True, timeout=300, check=False, env=environment, cwd=where
-            )
-        runs = sorted((where / "runs").iterdir()) if (where / "runs").exists() else []
-        if done.returncode or len(runs) != 1:
-            raise RuntimeError(f"{shlex.join(words)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
-        said = subprocess.run(
-            ["farandole", "diagnose", str(runs[0]), "--json"],
-            capture_output=True, text=True, timeout=300, check=True, env=environment, cwd=where,
-        )  # fmt: skip
+        with pages.burning(self.case.burner and is_faulty):
+            run, diagnosis = pages.diagnosed(words, where, {**os.environ, "PATH": path})
         for left in where.glob("*.pt"):
             left.unlink()
-        diagnosis: dict[str, Any] = json.loads(said.stdout)
-        summary = json.loads((runs[0] / "summary.json").read_text())
+        summary = json.loads((run / "summary.json").read_text())
         return diagnosis | {"samples_per_step": (summary["samples"] or 0) / summary["steps"]}
 
     def healthy(self) -> dict[str, Any]:
@@ -182,11 +162,10 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
     by_hand = not paste or any(text in paste for text in _LOOKS)
     scored = bool(fix and not by_hand and gain and gain["seconds"] > 0)
     if not case.kinds:
-        row["right"] = first is None or first["share"] < _LITTLE
+        row["right"] = first is None or first["share"] < pages.LITTLE
         scored = scored and not row["right"]
     else:
-        ranks_right = not case.ranks or (first is not None and tuple(first["ranks"]) == case.ranks)
-        row["right"] = first is not None and first["kind"] in case.kinds and ranks_right
+        row["right"] = pages.is_right(first, case.kinds, case.ranks)
     pasted = []
     for number in range(repeat if compared or scored else 1):
         if number:
@@ -213,7 +192,7 @@ def judge(case: Stranger, directory: Path, repeat: int) -> dict[str, Any]:
         row["gained"] = row["faulty"] - row["pasted"]
         row["kept"] = row["gained"] / row["promised"]
         if not case.kinds:
-            row["right"] = row["kept"] >= _ENOUGH  # it was none too many
+            row["right"] = row["kept"] >= pages.ENOUGH  # it was none too many
     return row
 
 
@@ -221,39 +200,12 @@ def middle(runs: list[dict[str, Any]]) -> float:
     return statistics.median(float(run["step_seconds"]) for run in runs)
 
 
-def summarise(rows: list[dict[str, Any]]) -> str:
-    priced = [row for row in rows if row.get("price") is not None]
-    promised = [row for row in rows if row.get("kept") is not None]
-    by_hand = [row for row in rows if row.get("by_hand") is not None]
-    return "\n".join(
-        [
-            "| asked | measured |",
-            "|---|---|",
-            f"| verdict right in >= 95 % | {sum(row['right'] for row in rows)} of {len(rows)} |",
-            f"| price within 15 % in >= 85 % | {sum(abs(row['price'] - 1) <= _NEAR for row in priced)} of "
-            f"{len(priced)} |",
-            f"| first fix, pasted, gives >= 0.8 of its promise in >= 90 % | "
-            f"{sum(row['kept'] >= _ENOUGH for row in promised)} of {len(promised)} |",
-            f"| first fix is not to paste: removing the fault gives >= 0.8 of its promise | "
-            f"{sum(row['by_hand'] >= _ENOUGH for row in by_hand)} of {len(by_hand)} |",
-        ]
-    )
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| case | found | healthy | faulty | cost | truth | first fix | promised | gained |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        mark = "" if row["right"] else " **wrong**"
-        fix = shown_fix(row)
-        lines.append(
-            f"| {row['case']} | {row['kind'] or 'nothing'}{mark} | {ms(row.get('healthy'))} | "
-            f"{ms(row['faulty'])} | {ms(row.get('cost'))} | {ms(row.get('truth'))} | {fix} | "
-            f"{ms(row.get('promised'))} | {ms(row.get('gained'))} |"
-        )
-    return "\n".join(lines)
+ASKED = {
+    "right": "verdict right in >= 95 %",
+    "price": "price within 15 % in >= 85 %",
+    "kept": "first fix, pasted, gives >= 0.8 of its promise in >= 90 %",
+    "by_hand": "first fix is not to paste: removing the fault gives >= 0.8 of its promise",
+}
 
 
 def shown_fix(row: Mapping[str, Any]) -> str:
@@ -270,7 +222,7 @@ def shown_fix(row: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-    arguments = read_arguments(str(__doc__), repeat=3)
+    arguments = pages.read_arguments(str(__doc__), repeat=3)
     cases = {case.name: case for case in (*STRANGERS, *DIVIDED)}
 
     def play_case(name: str) -> dict[str, Any]:
@@ -281,12 +233,13 @@ def main() -> int:
                 if arguments.keep:
                     shutil.copytree(directory, arguments.keep / name, dirs_exist_ok=True)
 
-    rows, failed = play(list(cases), play_case, arguments)
+    rows, failed = pages.play(list(cases), play_case, arguments)
     for begin, group in ((BEGIN, STRANGERS), (BEGIN_DIVIDED, DIVIDED)):
         names = [case.name for case in group]
         own = [row for row in rows if row["case"] in names]
         if own:
-            publish(own, names, [summarise(own), table(own)], begin, arguments.page)
+            parts = [pages.summarise(own, ASKED), pages.table(own, "first fix", shown_fix)]
+            pages.publish(own, names, parts, begin, arguments.page)
     return failed
 
 

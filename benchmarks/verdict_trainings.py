@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 import farandole as fd
+from shared import make_parser
 
 FAULTS = (
     "none", "slow_data", "busy_data", "late_forward", "late_backward", "late_optimizer", "turns", "gc",
@@ -102,22 +103,14 @@ def declare_torchvision_operators() -> None:
 def language(name: str) -> tuple[nn.Module, Compute]:
     import transformers as hf
 
-    make: dict[str, Callable[[], Any]] = {
-        "gpt2": lambda: hf.GPT2LMHeadModel(
-            hf.GPT2Config(vocab_size=256, n_positions=128, n_embd=192, n_layer=3, n_head=4)
-        ),
-        "llama": lambda: hf.LlamaForCausalLM(
-            hf.LlamaConfig(
-                vocab_size=256, hidden_size=192, intermediate_size=512, num_hidden_layers=3, num_attention_heads=4
-            )
-        ),
-        "bert": lambda: hf.BertForMaskedLM(
-            hf.BertConfig(
-                vocab_size=256, hidden_size=192, intermediate_size=768, num_hidden_layers=3, num_attention_heads=4
-            )
-        ),
-    }
-    model: nn.Module = make[name]()
+    shape = {"hidden_size": 192, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 256}
+    model: nn.Module
+    if name == "gpt2":
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=256, n_positions=128, n_embd=192, n_layer=3, n_head=4))
+    elif name == "llama":
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(intermediate_size=512, **shape))
+    else:
+        model = hf.BertForMaskedLM(hf.BertConfig(intermediate_size=768, **shape))
 
     def masked(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         hidden = torch.rand(rows.shape) < 0.15
@@ -185,19 +178,17 @@ def build(name: str, batch: int, steps: int, read: Callable[[], None], workers: 
     options: dict[str, Any] = {"batch_size": batch, "num_workers": workers}
     if workers:
         options |= {"prefetch_factor": 4, "persistent_workers": True}
+    make_loader: Any = DataLoader
+    some: list[Any]
     if name in {"gpt2", "llama", "bert"}:
-        model, compute = language(name)
-        some = text_rows(256, 128)
-        return model, compute, DataLoader(Rows([some[i % 256] for i in range(count)], read), **options)
-    if name == "gat":
+        (model, compute), some = language(name), text_rows(256, 128)
+    elif name == "gat":
         from torch_geometric.loader import DataLoader as GraphLoader
 
-        model, compute = graph_model()
-        few = graphs(32)
-        return model, compute, GraphLoader(Rows([few[i % 32] for i in range(count)], read), **options)
-    model, compute = pictures(name)
-    some_images = images(256, 64)
-    return model, compute, DataLoader(Rows([some_images[i % 256] for i in range(count)], read), **options)
+        (model, compute), some, make_loader = graph_model(), graphs(32), GraphLoader
+    else:
+        (model, compute), some = pictures(name), images(256, 64)
+    return model, compute, make_loader(Rows([some[i % len(some)] for i in range(count)], read), **options)
 
 
 BATCH = {
@@ -407,16 +398,18 @@ def lightning_loop(training: Training) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(
+        __doc__,
+        fault=("none", "see FAULTS", FAULTS),
+        size=(0.06, "of the fault; seconds a step where it sleeps"),
+        steps=40,
+        batch=(int, "samples of a rank"),
+        workers=0,
+        optimizer=("default", "which form", ["default", "foreach", "fused"]),
+        every=(5, "steps from one pause to the next"),
+        freeze=(False, "collect once and freeze before the loop"),
+    )
     parser.add_argument("training", help="a model: " + ", ".join(BATCH) + "; or trainer-gpt2, lightning-vit, ...")
-    parser.add_argument("--fault", choices=FAULTS, default="none")
-    parser.add_argument("--size", type=float, default=0.06, help="of the fault; seconds a step where it sleeps")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--batch", type=int, help="samples of a rank")
-    parser.add_argument("--workers", type=int, default=0)
-    parser.add_argument("--optimizer", choices=["default", "foreach", "fused"], default="default")
-    parser.add_argument("--every", type=int, default=5, help="steps from one pause to the next")
-    parser.add_argument("--freeze", action="store_true", help="collect once and freeze before the loop")
     arguments = parser.parse_args()
     declare_torchvision_operators()
     torch.manual_seed(0)

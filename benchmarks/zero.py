@@ -10,18 +10,13 @@ bootstrap interval, and the bytes that a rank keeps of gradients and states. `--
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-
 import torch
-import torch.distributed as dist
-from interleaved import paired, time_in_turns  # type: ignore[import-not-found]
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 import farandole as fd
-from farandole.bench.models.language import LanguageModel
+from memory_by_category import storages
+from models import large_language_model, next_byte_loss, random_bytes, step_of
+from shared import median_ms, paired, read_options, report, slowest_in_turns
 
 PLANS = {
     "plain": fd.Plan(),
@@ -33,52 +28,39 @@ PLANS = {
 
 def kept_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     """Return the bytes of gradients and states on this rank, each storage once."""
-    tensors = [parameter.grad for parameter in model.parameters()]
-    tensors += [
-        value for each in optimizer.state.values() for value in each.values() if isinstance(value, torch.Tensor)
-    ]
-    local = [
-        tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None
-    ]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in local}.values())
+    states = [value for each in optimizer.state.values() for value in each.values()]
+    return sum(storages([*(parameter.grad for parameter in model.parameters()), *states]).values())
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--steps", type=int, default=1, help="steps a block")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--plans", nargs="+", choices=sorted(PLANS), default=list(PLANS))
-    arguments = parser.parse_args()
+    arguments = read_options(
+        __doc__,
+        rounds=40,
+        steps=(1, "steps a block"),
+        tokens=128,
+        plans=(list(PLANS), "in this order", sorted(PLANS)),
+    )
     torch.set_num_threads(1)
-    here = fd.init()
-    generator = torch.Generator().manual_seed(here.rank)
-    tokens = torch.randint(0, 256, (1, arguments.tokens + 1), generator=generator)
-
-    def loss_of(model: nn.Module) -> torch.Tensor:
-        return nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-
+    loss_of = next_byte_loss(random_bytes(1, arguments.tokens, fd.init().rank))
     trainers = {}
     for name in arguments.plans:
         torch.manual_seed(0)
-        model = LanguageModel(width=512, depth=8, heads=8, context=max(128, arguments.tokens))
-        optimizer = torch.optim.Adam(model.parameters(), 1e-4)
-        trainers[name] = fd.distribute(model, optimizer, PLANS[name])
-    seconds = time_in_turns(trainers, loss_of, arguments)
+        model = large_language_model(max(128, arguments.tokens))
+        trainers[name] = fd.distribute(model, torch.optim.Adam(model.parameters(), 1e-4), PLANS[name])
+    steps = {name: step_of(model, loss_of, optimizer) for name, (model, optimizer) in trainers.items()}
+    seconds = slowest_in_turns(steps, arguments.rounds, steps=arguments.steps)
     first = arguments.plans[0]
     for name, (model, optimizer) in trainers.items():
         ratio, interval = paired(seconds[name], seconds[first])
-        if here.is_main:
-            found = {
-                "plan": name,
-                "parameters": sum(parameter.numel() for parameter in model.parameters()),
-                "median_ms": round(1e3 * statistics.median(seconds[name]), 2),
-                f"over_{first}": ratio,
-                "interval": interval,
-                "kept_mib": round(kept_bytes(model, optimizer) / 2**20, 1),
-            }
-            print(json.dumps(found), flush=True)
-    dist.barrier()
+        report({
+            "plan": name,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "median_ms": median_ms(seconds[name], 2),
+            f"over_{first}": ratio,
+            "interval": interval,
+            "kept_mib": round(kept_bytes(model, optimizer) / 2**20, 1),
+        })  # fmt: skip
+    fd.barrier()
 
 
 if __name__ == "__main__":
