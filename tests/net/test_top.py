@@ -71,6 +71,7 @@ def test_it_is_drawn_on_a_terminal_until_the_run_is_over(hosts: Cluster, words: 
     assert "\x1b[?25h" in out, "the cursor is back"
 
 
+@pytest.mark.full("slow")
 def test_what_the_other_host_says_is_shown(hosts: Cluster, words: list[str], tmp_path: Path) -> None:
     done = hosts.run("top", "host1:/no/such/run", *words[2:], "--once", cwd=tmp_path)
     assert done.returncode == 2

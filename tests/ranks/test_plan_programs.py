@@ -73,7 +73,7 @@ def test_what_was_wrong_once(what: str, tmp_path: Path) -> None:
     assert found.get("right") == 1, (tmp_path / "said").read_text()
 
 
-@pytest.mark.full_cases("2", "3")
+@pytest.mark.gate_cases("0")
 @patient
 @pytest.mark.parametrize("block", range(4))
 def test_plans_train_as_one_process(block: int, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def test_many_trainings_that_are_killed_or_damaged_go_on_in_any_world(block: int
     play(tmp_path, 150 + block * MANY, MANY, 1400)
 
 
+@pytest.mark.gate_cases("735")
 @patient
 @pytest.mark.parametrize("seed", [735, 2010])
 def test_a_buffer_of_one_element_with_a_stride_is_spread_to_all_ranks(seed: int, tmp_path: Path) -> None:

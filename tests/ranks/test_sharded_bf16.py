@@ -117,7 +117,7 @@ def test_stage_3_has_the_bits_of_stage_0() -> None:
             assert torch.equal(found[name], each), (keys, name, (found[name] - each).abs().max())
 
 
-@pytest.mark.full_cases("3")
+@pytest.mark.full("slow")
 @ranks(2, 3)
 @takes(60)
 def test_passes_and_what_is_frozen() -> None:

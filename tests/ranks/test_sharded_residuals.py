@@ -213,7 +213,7 @@ ROUTES: list[dict[str, Any]] = [{"route": "flat"}, {"route": "hierarchical"}, {"
                                 {"zero": 1, "route": "hierarchical"}]  # fmt: skip
 
 
-@pytest.mark.gate_cases("2")
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("saved", [0, 2])
 @ranks(4, **TWO_HOSTS)
 def test_equal_ranks_and_another_route_conserve_the_mean(saved: int, tmp_path: Path) -> None:

@@ -276,6 +276,7 @@ def descriptors_at_rest(enough: int) -> int:
     return fewest
 
 
+@pytest.mark.full("slow")
 @ranks(2)
 def test_worlds_come_and_go_and_leave_nothing() -> None:
     """As in an elastic job: what is kept goes on in the next world, and no thread and no connection stays."""

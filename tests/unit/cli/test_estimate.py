@@ -184,6 +184,7 @@ def test_what_makes_a_model_lighter_is_counted_as_it_is_stored(
     assert list(result["lighter"]) == ["offload", "int8", "int4"], "it is frozen already"
 
 
+@pytest.mark.full("slow")
 def test_states_on_a_disk_are_two_chunks_and_the_command_has_them(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -293,6 +294,7 @@ def test_a_limit_marks_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     assert result["advice"] == [], "nothing to say where something fits"
 
 
+@pytest.mark.full("slow")
 @pytest.mark.usefixtures("here")
 def test_the_page_counts_the_process_and_ends_with_the_command_of_what_fits(
     capsys: pytest.CaptureFixture[str],

@@ -57,6 +57,7 @@ def passes_bytes(memory: MemoryByCategory) -> int:
     return memory.activations_bytes + memory.temporary_bytes
 
 
+@pytest.mark.gate_cases("bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_holds_the_same_whatever_the_example_batch_was(precision: str) -> None:
     """Converted weights and gradients on their way were multiplied by the batch."""

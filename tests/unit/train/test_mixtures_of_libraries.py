@@ -213,6 +213,7 @@ def analysed(name: str, device: str) -> ModelProfile:
     return analyse(maker(name), labelled, loss=lambda outputs, _: outputs.loss, device=device)
 
 
+@pytest.mark.full("slow")
 def test_a_model_of_transformers_can_be_cut_for_a_pipeline() -> None:
     """Its forward reads values of tensors that it makes itself, such as positions; these are there."""
     import transformers

@@ -79,6 +79,7 @@ def test_looking_wider_is_never_worse(seed: int) -> None:
     assert free <= others[best] * (1 + NEAR), f"{free / others[best] - 1:.1%} slower than with {best}: {others}"
 
 
+@pytest.mark.gate_cases("2000.0")
 @pytest.mark.parametrize("saved", [500.0, 2000.0])
 def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float) -> None:
     """64 billion parameters and long sequences on 64 GPUs of 84 GB: fast plans are too large."""
@@ -147,6 +148,7 @@ def test_plans_that_only_buckets_tell_apart_are_refined_once() -> None:
     assert best_of_each(options, "throughput") == expected, "the best of each, the best first"
 
 
+@pytest.mark.full("slow")
 def test_neighbours_of_the_best_plans_are_looked_at() -> None:
     """A short search finds what a long one finds; by the order of layouts alone it does not."""
     case = Case(
