@@ -155,7 +155,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("changed_class", "modules whose class is changed in place, and whose copies are of the plain class"),
         ("mesh", "groups and parts of the world by the degrees of a plan"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
-        ("outer_pass", "what surrounds the forward pass of a model's own code, for what runs it in pieces"),
         ("seeds", "random numbers of a divided model: equal where ranks compute the same"),
         ("global_norm", "the norm of gradients over all ranks, where a rank has a part of the model"),
         ("data", "data parallelism beyond gradients: BatchNorm, buffers, and models compared between ranks"),

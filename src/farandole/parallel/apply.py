@@ -134,8 +134,7 @@ def distribute(
         states.move_all(each)
     if plan.precision == "fp32":
         for each in optimizers:
-            scaler_watch = ScalerWatch(here, lambda: watch.in_float16)
-            distributed.hooks.append(each.register_step_pre_hook(scaler_watch))
+            distributed.hooks.append(each.register_step_pre_hook(ScalerWatch(here, watch)))
     predicted.note()
     return model, optimizer
 

@@ -15,7 +15,7 @@ from farandole.core.schedule.actions import Action, Schedule, bubble_seconds
 from farandole.core.schedule.build import LayerCost, build_schedule, partition
 from farandole.core.schedule.simulate import StageTimes, draw_grid, in_flight, simulate, validate
 from farandole.core.vocabulary.errors import PlanError
-from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
+from farandole.core.vocabulary.rules import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan
 
 

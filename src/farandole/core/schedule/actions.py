@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ..vocabulary.errors import PlanError
-from ..vocabulary.schedule_names import chunks_of, require_schedule
+from ..vocabulary.rules import chunks_of, require_schedule
 
 FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT = "F", "B", "I", "W"
 KINDS = {

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ..vocabulary.errors import PlanError
-from ..vocabulary.schedule_names import chunks_of, require_schedule
+from ..vocabulary.rules import chunks_of, require_schedule
 from ..vocabulary.units import format_bytes
 from .actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from .simulate import validate

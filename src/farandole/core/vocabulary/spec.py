@@ -21,8 +21,7 @@ from .config import PLAN_TABLES, build, flatten, read_mapping, settle
 from .degrees import EQUAL, REST, Degree, shares_of
 from .errors import PlanError
 from .predicted import refuse_impossible
-from .rules import MOST_ZERO, check
-from .schedule_names import DEFAULT_SCHEDULE, refuse_train_schedule, require_schedule
+from .rules import DEFAULT_SCHEDULE, MOST_ZERO, check, refuse_train_schedule, require_schedule
 from .suggestions import did_you_mean, upgrade_remedy
 from .sync_spec import EVERY_STEP, SyncSpec
 

@@ -25,7 +25,7 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ..changed_class import ChangedClass, change_class, make_kin
 from ..mesh import Mesh
-from ..outer_pass import OUTER_PASS
+from ..model import OUTER_PASS
 from .attention import AttentionCall, DividedAttention
 from .context import Context
 from .group import Compared, ContextGroup, cut, is_constant, join, positions_of

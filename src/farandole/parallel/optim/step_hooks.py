@@ -87,17 +87,27 @@ def undo_after_errors(optimizer: Optimizer, undo: Callable[[Optimizer], None]) -
 # A notice about float16 of the script's own, whose gradients nothing scales.
 
 
+class PassDtype(Protocol):
+    """What knows how the last forward pass with gradients ran: `ModelWatch`."""
+
+    in_float16: bool
+
+
 class ScalerWatch:
     """The step pre-hook that misses a `GradScaler` around steps after ``torch.autocast`` in float16."""
 
-    def __init__(self, here: World, in_float16: Callable[[], bool]) -> None:
-        """`in_float16`: whether the last forward pass with gradients ran so."""
-        self._here, self._in_float16 = here, in_float16
+    def __init__(self, here: World, watch: PassDtype) -> None:
+        self._here, self._watch = here, watch
         self._is_noticed = False
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
         """Write one notice, on rank 0."""
-        if self._is_noticed or not self._in_float16() or is_nested_step(optimizer) or scaler_around() is not None:
+        if (
+            self._is_noticed
+            or not self._watch.in_float16
+            or is_nested_step(optimizer)
+            or scaler_around() is not None
+        ):
             return
         self._is_noticed = True
         if self._here.rank == 0:

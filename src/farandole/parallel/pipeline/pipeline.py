@@ -30,8 +30,7 @@ from ...core.vocabulary.events import (
     SetupValue,
 )
 from ...core.vocabulary.spec import Plan
-from ..model import DistributedModel
-from ..outer_pass import outer_pass_of
+from ..model import DistributedModel, outer_pass_of
 from ..precision.passes import shared_casts
 from .cut_model import CutModel
 from .messages import PipelinePeers, StageMailbox, StageMessage, message_of

@@ -8,8 +8,7 @@ from functools import cached_property, lru_cache
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import OTHER_SAMPLES, SAME_PARAMETERS, Degrees, degrees_of
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.rules import MOST_ZERO
-from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.rules import MOST_ZERO, chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
 from ..memory import Setting

@@ -20,8 +20,7 @@ from typing import Any
 from ...core.cluster.cluster import Cluster, collective_work
 from ...core.step_model.link import ring_factor
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.rules import MOST_ZERO
-from ...core.vocabulary.schedule_names import SEVERAL_STAGES, chunks_of
+from ...core.vocabulary.rules import MOST_ZERO, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import Plan
 from ..cost.held import RoughRank
 from ..cost.layout import RunLayout

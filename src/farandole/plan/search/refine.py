@@ -17,8 +17,7 @@ from typing import Any
 from ...core.cluster.cluster import Cluster
 from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.rules import MOST_ZERO
-from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.rules import MOST_ZERO, chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
 from ..cost.stages import short_schedule

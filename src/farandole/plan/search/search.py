@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from ...core.cluster.cluster import Cluster
 from ...core.vocabulary.degrees import ORDER, REST
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.schedule_names import chunks_of
+from ...core.vocabulary.rules import chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate, Prediction
 from ..cost.stages import simulated_micro_batches

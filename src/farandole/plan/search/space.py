@@ -18,10 +18,10 @@ from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.rules import MOST_ZERO
-from ...core.vocabulary.schedule_names import (
+from ...core.vocabulary.rules import (
     DEFAULT_CHUNKS,
     DEFAULT_SCHEDULE,
+    MOST_ZERO,
     SCHEDULES,
     SEVERAL_STAGES,
     chunks_of,

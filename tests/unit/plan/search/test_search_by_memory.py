@@ -14,7 +14,7 @@ from farandole.core.cluster.presets import preset_cluster
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import in_flight
 from farandole.core.vocabulary.errors import PlanError
-from farandole.core.vocabulary.schedule_names import SCHEDULES, chunks_of
+from farandole.core.vocabulary.rules import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
