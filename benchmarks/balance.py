@@ -50,7 +50,7 @@ def train(balance: str, seconds: float, batch: int, steps: int) -> list[float]:
     model = Sleeper(seconds)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     fd.distribute(model, optimizer, fd.Plan(balance=balance))
-    rows = TensorDataset(torch.randn(batch * steps, 16))
+    rows = TensorDataset(torch.randn(batch * steps, 16, generator=torch.Generator().manual_seed(0)))
     ends = [time.monotonic()]
     for (x,) in fd.shard(DataLoader(rows, batch_size=batch), split=True):
         model(x).square().mean().backward()

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
+from farandole.parallel.apply import undistribute
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 from tests.ranks.test_coded_engine import (
@@ -322,3 +323,19 @@ def test_a_scaler_is_refused() -> None:
     off = torch.amp.GradScaler("cpu", enabled=False)
     _, another = one_bit()
     off.step(another)
+
+
+@ranks(2)
+def test_without_the_plan_momentum_is_this_ranks_own() -> None:
+    here = fd.init()
+    model, optimizer = one_bit()
+    for number in range(5):
+        step(model, optimizer, *data(8, number, WIDTH))
+    undistribute(model)
+    by_hand = copy.deepcopy(model)
+    plain = fd.OneBitAdam(by_hand.parameters(), warm_up_steps=3)
+    plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    batches = [data(8, 10 * here.rank + number, WIDTH) for number in range(2)]
+    train_alone(model, optimizer, batches)
+    train_alone(by_hand, plain, batches)
+    assert_close(model, by_hand, rtol=0.0, atol=0.0)
