@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.optim import bf16_parameters
 from farandole.parallel.optim.bf16_parameters import round_stochastically, seed_of
 from tests.ranks.pool import ranks

@@ -274,6 +274,22 @@ def test_a_plan_that_the_ranks_refuse_ends_with_2(tmp_path: Path) -> None:
         assert result.returncode == 2, result.stderr
 
 
+@pytest.mark.full_cases("torchrun")
+@pytest.mark.parametrize("starter", ["alone", "torchrun"])
+def test_a_plan_that_is_refused_ends_with_2_without_our_launcher(tmp_path: Path, starter: str) -> None:
+    name = trains(tmp_path)
+    path = Path(name)
+    path.write_text(path.read_text().replace("(model, optimizer)", "(model, optimizer, fd.Plan(tensor=3))"))
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [sys.executable, *(torchrun if starter == "torchrun" else []), name]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "plan: tensor 3 needs a multiple of 3 ranks" in done.stderr, "also through torch's hook"
+    if starter == "torchrun":
+        assert "exitcode  : 2" in done.stderr
+    else:
+        assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+
+
 @pytest.mark.full("further")
 def test_an_exception_names_rank_host_and_step_and_ours_is_one_line(tmp_path: Path) -> None:
     name = trains(tmp_path, "assert not (world.rank == 1 and world.session.steps.done == 4), 'on purpose'")

@@ -756,7 +756,7 @@ def test_what_looks_at_gradients_of_all_ranks_refuses_it() -> None:
 
 @ranks(2)
 def test_front_ends_that_save_by_themselves_refuse_it() -> None:
-    from farandole.parallel.apply import distribute
+    from farandole.parallel.distribute import distribute
 
     fd.init()
     model = mlp()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone
 from tests.ranks.test_coded_engine import (

@@ -14,7 +14,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.spec import RouteName
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone

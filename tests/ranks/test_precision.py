@@ -20,7 +20,7 @@ from torch import nn
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.events import Event, Logged
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.model import DistributedModel
 from farandole.parallel.precision.loss_scale import BACKOFF, GOOD_STEPS, INITIAL, DynamicLossScale
 from farandole.parallel.precision.passes import loss_scale_of

@@ -15,7 +15,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from tests.ranks.pool import ranks
 from tests.ranks.reference import own
 

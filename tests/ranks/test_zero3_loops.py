@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import data, mlp, own

@@ -151,7 +151,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     ],
     "parallel": [
         ("blocks", "the repeated blocks of a model: one definition for all who ask"),
-        ("model", "the owner of all that belongs to one distributed model; names types of files above, as fields"),
+        ("model", "the owner of all that belongs to one distributed model, and the strategies that make it; names "
+         "types of files below, as fields"),
         ("changed_class", "modules whose class is changed in place, and whose copies are of the plain class"),
         ("mesh", "groups and parts of the world by the degrees of a plan"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
@@ -171,9 +172,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("pipeline", "a model cut into stages, and its step by the actions of a schedule"),
         ("expert", "mixture of experts: routing and all-to-all"),
         ("context", "sequences split over ranks"),
-        ("refuse_optimizers", "what a plan and an optimizer cannot do together"),
-        ("divide", "dividing a model by all degrees of its plan, in one order"),
-        (".", "`fd.distribute` and the exchange state: the package's own files"),
+        (".", "`fd.distribute`: the strategies in their order; and the exchange state"),
     ],
     "train": [
         ("balance", "batches in proportion to the speed of a rank"),

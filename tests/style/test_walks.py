@@ -23,7 +23,7 @@ def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:
 
 def test_a_step_and_distribute_enter_no_more_files(tmp_path: Path) -> None:
     found = of_a_training(tmp_path)
-    for part, file in (("step", "parallel/model"), ("distribute", "parallel/apply")):
+    for part, file in (("step", "parallel/model"), ("distribute", "parallel/distribute")):
         assert file in found[part]
         require(f"walk of {part}", found[part])
 

@@ -23,7 +23,7 @@ from torch import nn
 from ..comm.world.world import World, has_world, world
 from ..core.environ.env import default_environment
 from ..core.vocabulary.errors import ConfigError
-from ..parallel.apply import distribute, undistribute
+from ..parallel.distribute import distribute, undistribute
 from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.session import init

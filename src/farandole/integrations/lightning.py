@@ -23,7 +23,7 @@ from typing import Any
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, Phase, Setup
-from ..parallel.apply import distribute, undistribute
+from ..parallel.distribute import distribute, undistribute
 from ..parallel.instrument.phase_hooks import ModelWatch, watch_model
 from ..parallel.instrument.wrapped import inner_optimizer
 from ..parallel.model import DistributedModel

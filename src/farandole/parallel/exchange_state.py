@@ -24,7 +24,6 @@ from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.rules import MOST_ZERO
 from .model import DistributedModel
-from .pipeline.apply import parameters_here
 from .zero.fsdp.passes import ShardedModel
 
 VERSION = 1
@@ -153,10 +152,11 @@ def _that_fit(
 
 def _of_stage(model: nn.Module, entries: dict[str, Entry]) -> dict[str, Entry]:
     """Return the entries of parameters that this rank of a pipeline has; warn of others."""
-    pipeline = DistributedModel.of(model).pipeline
+    own = DistributedModel.of(model)
+    pipeline = own.pipeline
     if pipeline is None:
         return entries
-    here = set() if pipeline.own is None else {name for name, _ in parameters_here(model)}
+    here = set() if pipeline.own is None else {name for name, _ in own.parameters_here(model)}
     kept = {name: entry for name, entry in entries.items() if name in here}
     if len(kept) < len(entries):
         why = (

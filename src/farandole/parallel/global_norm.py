@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad
 from ..comm.world.comm_errors import translated
 from ..core.vocabulary.degrees import ORDER
 from .mesh import Mesh
-from .model import DistributedModel
+from .model import DistributedModel, Strategy
 from .split import is_copy, split_of
 
 _torch_norm: Callable[..., torch.Tensor] = clip_grad._get_total_norm
@@ -32,6 +32,16 @@ _torch_clip: Callable[..., None] = clip_grad._clip_grads_with_norm_
 _torch_unscale: Callable[..., Any] = torch.amp.GradScaler._unscale_grads_
 _Owned = tuple[Iterable[torch.Tensor], Mesh]
 """Parameters of one divided model, and its mesh."""
+
+
+class NormsOfParts(Strategy):
+    """One norm of all gradients, where a rank has a part of the model."""
+
+    keys = ("tensor", "pipeline", "expert")
+
+    def apply(self) -> None:
+        """See `watch_norms`."""
+        watch_norms()
 
 
 def watch_norms() -> None:

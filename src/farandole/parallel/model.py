@@ -1,30 +1,37 @@
-"""What `distribute` made of a model: one object that owns all that belongs to it, found by the model.
+"""What `distribute` makes of a model: one object that owns all that belongs to it, found by the model.
 
-Types of what it holds are named here for the reader and the type checker; nothing of it is imported.
+And what it is made by: strategies, one for each thing that a plan can ask of a model. Types of what both hold are
+named here for the reader and the type checker; nothing of it is imported.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from ..core.vocabulary.degrees import ORDER
 from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.rules import MOST_ZERO
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import SyncSpec
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.optim import Optimizer
 
     from ..comm.reducer.reducer import GradientReducer
     from ..comm.world.world import World
-    from ..core.vocabulary.spec import Plan
     from .mesh import Mesh
     from .optim.bf16_parameters import RoundedSteps
     from .optim.step_hooks import StepExchange
-    from .optim.sync_policy import SyncPolicy
+    from .optim.sync_policy import MakePolicy, SyncPolicy
     from .pipeline.pipeline import Pipeline
     from .precision.passes import LowerPrecision
     from .seeds import PassSeeds
+    from .tensor.layers.regions import TensorRanks
     from .tensor.proof import Proofs
     from .train_schedule import TrainSchedule
     from .zero.fsdp.passes import ShardedModel
@@ -105,6 +112,18 @@ class DistributedModel:
         return self.plan, self.mesh
 
     @property
+    def is_whole(self) -> bool:
+        """Whether each rank has all parameters, and one exchange of all ranks their gradients."""
+        plan, mesh = self.plan_and_mesh
+        return plan.zero < MOST_ZERO and mesh.degrees.is_data_alone
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks with the same parameters exchange gradients: not where they train alone from the begin."""
+        plan, mesh = self.plan_and_mesh
+        return mesh.replicas.size > 1 and SyncSpec.parse(plan.sync).exchanges_gradients
+
+    @property
     def sharded(self) -> ShardedModel | None:
         """The passes of a model whose parameters are sharded (ZeRO stage 3); the model keeps them alive."""
         return None if self._sharded is None else self._sharded()
@@ -117,6 +136,19 @@ class DistributedModel:
     def listener(self) -> GradientReducer | ShardedModel | None:
         """What is told of the model's passes and exchanges the gradients of all but experts."""
         return self.reducer or self.sharded
+
+    def parameters_here(self, model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+        """Return the named parameters that this rank keeps: all of them without a pipeline."""
+        own = None if self.pipeline is None else self.pipeline.own
+        return [(name, each) for name, each in model.named_parameters() if own is None or own.is_here(name)]
+
+    def saved_elsewhere(self) -> dict[str, tuple[int, ...] | None]:
+        """Return names of the model's state that other ranks of its pipeline save; of parameters the whole shapes.
+
+        None for what is here too. The dict is empty without a pipeline, and before the first step.
+        """
+        own = None if self.pipeline is None else self.pipeline.own
+        return {} if own is None else own.elsewhere()
 
     def stands_for(self, model: nn.Module) -> None:
         """Let `of` find this by `model` from now on."""
@@ -137,6 +169,70 @@ class DistributedModel:
 
 
 _known: weakref.WeakKeyDictionary[nn.Module, DistributedModel] = weakref.WeakKeyDictionary()
+
+
+# What a plan can ask of a model.
+
+
+@dataclass(eq=False)
+class Setup:
+    """What one call of `distribute` is about, and what its strategies tell each other."""
+
+    distributed: DistributedModel
+    model: nn.Module
+    optimizers: Sequence[Optimizer]
+    given: Plan | None
+    """The plan that the script gave, if it did."""
+    make_policy: MakePolicy | None
+    """For plans whose ranks do not agree in every step."""
+    divided_blocks: Sequence[str] = ()
+    """Blocks in which a rank has some of the tokens of its samples; known when layers are checked."""
+    token_ranks: TensorRanks | None = None
+    """The ranks that have the others; known when layers are split."""
+    after_sharding: Callable[[], None] | None = None
+    """What hooks of split layers ask for, when shards have hooks too."""
+    when_cut: Callable[[], None] | None = None
+    """With a pipeline: what is left to do when a rank has its own parameters alone, at the first step."""
+
+
+class Strategy:
+    """One thing that a plan asks of a model, made for one call of `distribute`.
+
+    None imports another: what two must know of each other is a field of `Setup`, or of the model's owner. All
+    methods are called on all ranks.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ()
+    """The degrees and keys of a plan that ask for it, by a value that is not their default."""
+    takes_own_parameters: ClassVar[bool] = False
+    """Whether it is for the parameters of this rank: with a pipeline it is applied at the first step."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup, self.distributed = setup, setup.distributed
+        self.model, self.optimizers = setup.model, setup.optimizers
+        self.plan, self.mesh = setup.distributed.plan_and_mesh
+
+    def is_asked(self) -> bool:
+        """Whether the plan asks for it; by `keys`, where a strategy does not say otherwise."""
+        return any(
+            self.mesh.size(key) > 1 if key in ORDER else getattr(self.plan, key) != getattr(_DEFAULTS, key)
+            for key in self.keys
+        )
+
+    def check(self) -> None:
+        """Raise what stands against it, on every rank; nothing is changed."""
+
+    def prepare(self) -> None:
+        """Change the model before the values of rank 0 are sent."""
+
+    def apply(self) -> None:
+        """Change the model and its optimizers, when all ranks have the values of rank 0."""
+
+    def finish(self) -> None:
+        """Do what comes last, when all are applied."""
+
+
+_DEFAULTS = Plan()
 
 
 # What surrounds the forward pass of a model's own code, told to what runs that code in pieces. A model whose class

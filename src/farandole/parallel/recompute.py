@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +29,7 @@ from ..core.vocabulary.suggestions import did_you_mean
 from .blocks import repeated_blocks
 from .changed_class import ChangedClass, change_class, make_kin, require_changeable, set_class
 from .data.batch_norm import StatsGroup, stats_group_of
+from .model import Strategy
 from .precision.passes import own_casts
 
 # A module whose activations are dropped after its forward pass and computed again in backward.
@@ -58,15 +59,24 @@ class Recomputed(ChangedClass):
         )
 
 
-def start_recomputing(chosen: Sequence[tuple[str, nn.Module]]) -> None:
-    """Recompute the activations of the modules from now on."""
-    for name, module in chosen:
-        kind: Any = type(module)
-        change_class(module, make_kin(Recomputed, kind), f"plan: recompute, module {name!r}")
+class Recompute(Strategy):
+    """The plan key: activations of blocks, or of modules by their names, are computed again in backward."""
+
+    keys = ("recompute",)
+
+    def check(self) -> None:
+        """Raise what `modules_to_recompute` does."""
+        self._chosen = modules_to_recompute(self.model, self.plan.recompute)
+
+    def apply(self) -> None:
+        """Recompute the activations of the modules from now on."""
+        for name, module in self._chosen:
+            kind: Any = type(module)
+            change_class(module, make_kin(Recomputed, kind), f"plan: recompute, module {name!r}")
 
 
 def stop_recomputing(model: nn.Module) -> None:
-    """Undo `start_recomputing` for all modules in `model`."""
+    """Keep the activations of all modules in `model` again."""
     for module in model.modules():
         if isinstance(module, Recomputed):
             set_class(module, module.plain_class)

@@ -21,6 +21,7 @@ from torch import nn
 from ..comm.device.accelerator import generator_of
 from ..comm.world.store_sync import all_gather_json
 from .mesh import Mesh
+from .model import Strategy
 
 _LARGE = 2**62
 _PRIME = 0x9E3779B97F4A7C15
@@ -69,6 +70,16 @@ def _no_seeds() -> PassSeeds:
     made = PassSeeds.__new__(PassSeeds)
     made._mesh, made._kept = None, []
     return made
+
+
+class SeededPasses(Strategy):
+    """Forward passes of a model that is divided by layers or sequences, seeded as [Note: seeds of a pass] says."""
+
+    keys = ("tensor", "context")
+
+    def apply(self) -> None:
+        """See `seed_passes`."""
+        self.distributed.seeds = seed_passes(self.model, self.mesh)
 
 
 def seed_passes(model: nn.Module, mesh: Mesh) -> PassSeeds:

@@ -73,6 +73,12 @@ def boxes_here(tensor: torch.Tensor, split: Split | None) -> list[PartBox]:
     return boxes
 
 
+def is_of_expert(parameter: torch.Tensor) -> bool:
+    """Return whether it is one of experts that are divided: ranks with other samples may have another part."""
+    split = split_of(parameter)
+    return split is not None and split.degree == "expert"
+
+
 _splits: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
 

@@ -8,7 +8,6 @@ otherwise it does not require gradients, has none, and is not stepped. An entry 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +18,7 @@ from ..comm.gradients.grad_ownership import drop_grads
 from ..comm.world.store_sync import all_gather_json
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import Plan
-from .model import DistributedModel
+from .model import DistributedModel, Strategy
 from .optim.step_hooks import is_nested_step
 
 
@@ -66,32 +65,37 @@ class TrainSchedule:
             self.apply()
 
 
-def begin_schedule(distributed: DistributedModel, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Freeze and unfreeze the parameters of `model` as the plan says, from now on.
+class StagedTraining(Strategy):
+    """The plan key: parameters freeze and train by steps of the first optimizer."""
 
-    Steps are those of the first optimizer. Raises `PlanError`, on every rank, for a pattern that names no
-    parameter that trains.
-    """
-    plan, mesh = distributed.plan_and_mesh
-    if not plan.train_schedule:
-        return
-    progress = _progress.setdefault(model, _Progress())
-    if progress.governed is None:
-        progress.governed = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    names = progress.governed
-    patterns = [each for value in plan.train_schedule.values() for each in value.split()]
-    useless = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
-    answers = [answer for answer in all_gather_json(mesh.here, "train schedule", useless) if answer]
-    if answers:
-        progress.governed = None
-        raise PlanError(
-            f"plan: train_schedule: the pattern {answers[0][0]!r} matches none of {len(names)} parameters that "
-            "require gradients",
-            remedy="patterns are of names in model.named_parameters()",
-        )
-    schedule = distributed.schedule = TrainSchedule(model, plan)
-    schedule.apply()
-    distributed.hooks.append(optimizers[0].register_step_post_hook(schedule.after_step))
+    keys = ("train_schedule",)
+
+    def check(self) -> None:
+        """Raise `PlanError`, on every rank, for a pattern that names no parameter that trains."""
+        names = self._governed()
+        patterns = [each for value in self.plan.train_schedule.values() for each in value.split()]
+        useless = [each for each in patterns if not any(fnmatchcase(name, each) for name in names)]
+        answers = [answer for answer in all_gather_json(self.mesh.here, "train schedule", useless) if answer]
+        if answers:
+            raise PlanError(
+                f"plan: train_schedule: the pattern {answers[0][0]!r} matches none of {len(names)} parameters "
+                "that require gradients",
+                remedy="patterns are of names in model.named_parameters()",
+            )
+
+    def prepare(self) -> None:
+        """Let those train whose turn it is."""
+        names = self._governed()
+        _progress.setdefault(self.model, _Progress()).governed = names
+        schedule = self.distributed.schedule = TrainSchedule(self.model, self.plan)
+        schedule.apply()
+        self.distributed.hooks.append(self.optimizers[0].register_step_post_hook(schedule.after_step))
+
+    def _governed(self) -> list[str]:
+        progress = _progress.get(self.model)
+        if progress is not None and progress.governed is not None:
+            return progress.governed
+        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
 
 def scheduled_steps(model: nn.Module) -> int | None:

@@ -18,7 +18,7 @@ from ..comm.world.world import has_world, world
 from ..core.environ.env import read_elastic_settings
 from ..core.failures import is_peer_lost
 from ..core.host.process_status import memory_limit
-from ..core.host.stacks import StackWriter, hook_before
+from ..core.host.stacks import StackWriter, end_with_code_of, hook_before
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.notice import write_notice
@@ -75,6 +75,8 @@ class CrashReport:
             self._report(kind, error, trace)
         finally:
             self._reporting = False
+        if sys.excepthook == self.crashed:
+            end_with_code_of(error)
 
     def _release(self) -> None:
         if self._previous_hook is not None and sys.excepthook == self.crashed:

@@ -15,7 +15,7 @@ from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import MEASURED, SyncSpec
-from ..parallel import apply
+from ..parallel.distribute import distribute as distribute_model
 from ..parallel.model import DistributedModel
 from ..parallel.optim.elementwise import why_not_elementwise
 from ..sync.local_steps import LocalSteps
@@ -53,7 +53,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
         PlanError: `plan` contradicts the launcher's plan, or does not fit this model or world.
         Mismatch: the ranks' models differ; raised on every rank.
     """
-    return apply.distribute(model, optimizer, plan, make_policy=_make_policy)
+    return distribute_model(model, optimizer, plan, make_policy=_make_policy)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.optim import disk_states
 
 Make = Callable[[Any], Optimizer]

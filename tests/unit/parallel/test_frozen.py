@@ -18,7 +18,7 @@ from torch.nn import functional
 import farandole as fd
 from farandole.checkpoint.export import export_weights
 from farandole.core.vocabulary.errors import CheckpointError, ConfigError, PlanError
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.frozen.frozen_weight import FrozenWeight, decode_blocks, encode_blocks
 from farandole.train.checkpoint.formats.export import convert_checkpoint
 

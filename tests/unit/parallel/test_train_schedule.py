@@ -11,7 +11,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.errors import PlanError
-from farandole.parallel.apply import undistribute
+from farandole.parallel.distribute import undistribute
 
 SCHEDULE = {"0": "0.*", "2": "0.* 1.*", "4": "1.weight 2.*"}
 Job = tuple[nn.Sequential, torch.optim.Optimizer]

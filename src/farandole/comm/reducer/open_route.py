@@ -34,13 +34,22 @@ class OpenRoute:
         """Whether gradients stay local from now on."""
 
     def connect(
-        self, table: ParameterTable, plan: Plan, *, codecs: list[str], needs_messages: bool, shards: bool = False
+        self,
+        table: ParameterTable,
+        plan: Plan,
+        *,
+        codecs: list[str],
+        needs_messages: bool,
+        shards: bool = False,
+        is_compared: bool = False,
     ) -> Route:
-        """Compare the parameters and connect; called by all ranks.
+        """Compare the parameters, if they are not, and connect; called by all ranks.
 
         `codecs`: those that are asked for. `shards`: whether each rank gets a part of the sums alone.
         """
-        require_same(self._world, "comparing parameters", table.describe())
+        facts = table.describe()
+        if not is_compared:
+            require_same(self._world, "comparing parameters", facts)
         self.number = int(self._world.topic("gradient reducer").rpartition("/")[2])
         refuse_messages(self._world, table.named, plan, codecs=codecs, shards=shards)
         self.route = connect_route(

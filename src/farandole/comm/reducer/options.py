@@ -51,6 +51,8 @@ class ReducerOptions:
     """Called before the first message to the other ranks."""
     reduce_op: Literal["mean", "sum"] = "mean"
     """What gradients become over the ranks."""
+    is_compared: bool = False
+    """Whether the parameters are known to be the same on all ranks."""
     include_frozen: bool = False
     """Exchange all parameters that required a gradient in the constructor, frozen since or not."""
     on_second_gradient: Callable[[str], Exception | None] | None = None

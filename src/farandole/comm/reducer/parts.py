@@ -104,6 +104,7 @@ class ReducerParts:
         route = self.open_route.connect(
             self.buckets.table,
             self.plan,
+            is_compared=self.options.is_compared,
             codecs=codecs.requested,
             shards=self.options.mesh is not None,
             needs_messages=codecs.needs_messages or self.options.mesh is not None,

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from ...core.environ.env import BACKENDS, read_backend, read_elastic_settings
 from ...core.failures import first_line
+from ...core.host.stacks import OutermostHook
 from ...core.launchers.rank_variables import RankVariables, read_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError
 from ..device.accelerator import backend_of, local_gpu, set_device
@@ -174,6 +175,7 @@ def _connect_groups(made: World, place: RankVariables, wait: timedelta, wanted: 
             operation="connecting",
             remedy="on several hosts, name the interface with GLOO_SOCKET_IFNAME",
         ) from None
+    sys.excepthook = OutermostHook(sys.excepthook)
     made.groups.exception_hooks = hook, sys.excepthook
     group = dist.group.WORLD
     assert group is not None, "the group was just made"

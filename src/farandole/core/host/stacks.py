@@ -155,6 +155,31 @@ class _OneLineHook:
                 consequence=False, exit_code=error.exit_code,
             ).write(Path(directory))  # fmt: skip
         write_notice(str(error))
+        if sys.excepthook is self:
+            end_with_code_of(error)
+
+
+class OutermostHook:
+    """In the place of a `sys.excepthook` that holds back what is written until it returns, as torch's does."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Let the inner hook write, then end with the error's code."""
+        self._inner(kind, error, trace)
+        if sys.excepthook is self:
+            end_with_code_of(error)
+
+
+def end_with_code_of(error: BaseException) -> None:
+    """End the process with the exit code of an error of ours, where Python would take 1; not at a prompt.
+
+    For the outermost hook for uncaught errors alone: what raises in an inner one keeps the others from their work.
+    """
+    is_prompt = bool(sys.flags.inspect) or hasattr(sys, "ps1")
+    if isinstance(error, FarandoleError) and error.exit_code != FarandoleError.exit_code and not is_prompt:
+        raise SystemExit(error.exit_code)
 
 
 def report_uncaught_errors() -> None:

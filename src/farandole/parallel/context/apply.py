@@ -24,8 +24,7 @@ from ...core.environ.job_plan import resolve_plan
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ..changed_class import ChangedClass, change_class, make_kin
-from ..mesh import Mesh
-from ..model import OUTER_PASS
+from ..model import OUTER_PASS, Strategy
 from .attention import AttentionCall, DividedAttention
 from .context import Context
 from .group import Compared, ContextGroup, cut, is_constant, join, positions_of
@@ -306,38 +305,43 @@ class AttentionCatcher:
         return self._context.attend(call)
 
 
-def apply_context(model: nn.Module, plan: Plan, mesh: Mesh) -> None:
-    """Let attention in `model` see the tokens of all context ranks; to be called by all ranks.
+class ContextParallel(Strategy):
+    """The sequences of a model, divided over the context ranks of its mesh; the loop's objects stay."""
 
-    Parameters and the loop's objects stay as they are.
+    keys = ("context",)
 
-    Raises:
-        PlanError: another model of this world has other context ranks.
-    """
-    here = mesh.here
-    context = here.session.kept(Context)
-    if context is None:
-        group = mesh.group("context")
+    def check(self) -> None:
+        """Raise `ConfigError` for layers that cannot be divided along the sequence.
+
+        And `PlanError` if another model of this world has other context ranks.
+        """
+        _refuse_sequences(self.model, self.plan)
+        context, ranks = self.mesh.here.session.kept(Context), self.mesh.ranks("context")
+        if context is not None and tuple(context.group.ranks) != ranks:
+            raise PlanError(
+                f"context: another model of this world divides sequences over ranks {list(context.group.ranks)}, "
+                f"and this one would over {list(ranks)}",
+                remedy="give all models one plan",
+            )
+
+    def apply(self) -> None:
+        """Let attention see the tokens of all context ranks."""
+        session = self.mesh.here.session
+        context = session.keep(Context, self._make_context)
+        catcher = session.keep(AttentionCatcher, lambda: AttentionCatcher(context))
+        catcher.install(self.model)
+        session.call_on_close(catcher.remove)
+        session.call_in_forked_child(catcher.remove)
+        for entry in _entries(self.model):
+            vars(entry)[OUTER_PASS] = ModelPass(context)
+            kind: Any = type(entry)
+            change_class(entry, make_kin(DividedSequences, kind), "plan: context")
+
+    def _make_context(self) -> Context:
+        mesh, group = self.mesh, self.mesh.group("context")
         assert group is not None, "a degree above 1 has a group"
-        ranks = ContextGroup(here, group, mesh.rank("context"), mesh.size("context"), mesh.ranks("context"))
-        plain = functional.scaled_dot_product_attention
-        context = Context(DividedAttention(ranks, plan.context_kind, plain))
-        here.session.keep(Context, lambda: context)
-    if tuple(context.group.ranks) != mesh.ranks("context"):
-        raise PlanError(
-            f"context: another model of this world divides sequences over ranks {list(context.group.ranks)}, and "
-            f"this one would over {list(mesh.ranks('context'))}",
-            remedy="give all models one plan",
-        )
-    known = context
-    catcher = here.session.keep(AttentionCatcher, lambda: AttentionCatcher(known))
-    catcher.install(model)
-    here.session.call_on_close(catcher.remove)
-    here.session.call_in_forked_child(catcher.remove)
-    for entry in _entries(model):
-        vars(entry)[OUTER_PASS] = ModelPass(context)
-        kind: Any = type(entry)
-        change_class(entry, make_kin(DividedSequences, kind), "plan: context")
+        ranks = ContextGroup(mesh.here, group, mesh.rank("context"), mesh.size("context"), mesh.ranks("context"))
+        return Context(DividedAttention(ranks, self.plan.context_kind, functional.scaled_dot_product_attention))
 
 
 def _entries(model: nn.Module) -> list[nn.Module]:
@@ -347,7 +351,7 @@ def _entries(model: nn.Module) -> list[nn.Module]:
     return [model]
 
 
-def refuse_sequences(model: nn.Module, plan: Plan) -> None:
+def _refuse_sequences(model: nn.Module, plan: Plan) -> None:
     """Raise `ConfigError` for layers that cannot be divided along the sequence."""
     require_right_kind(model)
     for name, module in model.named_modules():

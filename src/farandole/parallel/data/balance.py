@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import EQUAL, SPEED, is_unequal, refuse_shares, shares_of
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.spec import Plan
+from ..model import Setup, Strategy
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,39 @@ class _Asked(list[BalanceKeys]):
     """What the plans of one world ask."""
 
 
-def ask_balance(here: World, plan: Plan) -> None:
-    """Let the loaders of `here` know what `plan` asks; call it on all ranks.
+class SharesOfBatch(Strategy):
+    """The plan's `balance`: lets the loaders of a world know what its models ask."""
 
-    Raises `PlanError` for shares of another number of ranks, and for a second model with another balance.
-    """
-    keys = BalanceKeys(plan.balance or EQUAL, plan.balance_cap, here.session.steps.done)
-    asked = here.session.keep(_Asked, _Asked)
-    if any(each != keys for each in asked):
-        raise PlanError(
-            f'plan: balance = "{keys.balance}" (balance_cap = {keys.cap}), and another model of this job has '
-            f'"{asked[0].balance}" ({asked[0].cap}), but a loader does not know which model it is for',
-            remedy="give all models the same balance and balance_cap",
-        )
-    asked.append(keys)
-    refuse_shares(keys.balance, here.sample_size)
-    if keys.balance == SPEED and here.device.type != "cpu" and here.size > 1:
-        raise PlanError(
-            f'plan: balance = "speed" on device {here.device.type}: the host does not see how long an accelerator '
-            "computes",
-            remedy='give the shares, such as balance = "2,1", or leave balance out',
-        )
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        here = self.mesh.here
+        self._keys = BalanceKeys(self.plan.balance or EQUAL, self.plan.balance_cap, here.session.steps.done)
+        self._asked = here.session.keep(_Asked, _Asked)
+
+    def is_asked(self) -> bool:
+        """Always: all models of a world ask the same."""
+        return True
+
+    def check(self) -> None:
+        """Raise `PlanError` for shares of another number of ranks, and for a second model with another balance."""
+        keys, asked, here = self._keys, self._asked, self.mesh.here
+        if any(each != keys for each in asked):
+            raise PlanError(
+                f'plan: balance = "{keys.balance}" (balance_cap = {keys.cap}), and another model of this job has '
+                f'"{asked[0].balance}" ({asked[0].cap}), but a loader does not know which model it is for',
+                remedy="give all models the same balance and balance_cap",
+            )
+        refuse_shares(keys.balance, here.sample_size)
+        if keys.balance == SPEED and here.device.type != "cpu" and here.size > 1:
+            raise PlanError(
+                f'plan: balance = "speed" on device {here.device.type}: the host does not see how long an '
+                "accelerator computes",
+                remedy='give the shares, such as balance = "2,1", or leave balance out',
+            )
+
+    def apply(self) -> None:
+        """Let the loaders know."""
+        self._asked.append(self._keys)
 
 
 def balance_of(here: World) -> BalanceKeys | None:

@@ -35,6 +35,21 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CommError, ConfigError
 from ..changed_class import ChangedClass
+from ..model import Strategy
+
+
+class GlobalStatistics(Strategy):
+    """The plan's `sync_batch_norm`: statistics of BatchNorm layers are of the samples of all ranks."""
+
+    takes_own_parameters = True
+
+    def is_asked(self) -> bool:
+        """Where several ranks have other samples."""
+        return self.plan.sync_batch_norm and self.distributed.exchanges
+
+    def apply(self) -> None:
+        """See `convert_sync_batchnorm`."""
+        convert_sync_batchnorm(self.model, self.mesh.replicas)
 
 
 def convert_sync_batchnorm(model: nn.Module, world: World) -> int:

@@ -7,6 +7,7 @@ hooks for every parameter and module that gets a name, so a model is looked thro
 from __future__ import annotations
 
 import hashlib
+import json
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -20,8 +21,9 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ...comm.gradients.parameters import ParameterTable
 from ...comm.messages import bytes_of
-from ...comm.world.store_sync import all_gather_json, require_same
+from ...comm.world.store_sync import Fact, all_gather_json, require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...core.vocabulary.rank_lists import name_ranks
@@ -42,9 +44,8 @@ class _Digests(list[list[str]]):
     """The digests of the ranks' models, for each call."""
 
 
-def refuse_other_order(here: World, model: nn.Module) -> None:
-    """Raise `Mismatch` when a rank's model is another one of rank 0's; to be called by all, before bytes move."""
-    now = all_gather_json(here, "order of models", _digest(model))
+def _refuse_other_order(here: World, now: list[str]) -> None:
+    """Raise `Mismatch` when a rank's model is another one of rank 0's. `now`: the digests of the ranks' models."""
     earlier = here.session.keep(_Digests, _Digests)
     for call, then in enumerate(earlier, start=1):
         swapped = [rank for rank in range(here.size) if (now[rank], then[rank]) == (then[0], now[0])]
@@ -67,27 +68,62 @@ def _digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def compare_models(here: World, model: nn.Module, plan: Plan) -> None:
-    """Raise `Mismatch`, on every rank, where the ranks' plans or models differ.
+def compare_models(
+    here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, distributed: Sequence[nn.Module]
+) -> None:
+    """Raise `Mismatch`, on every rank, where the ranks' plans, models, optimizers or their order differ.
 
-    Raises `ConfigError` for tensors that cannot be written to any more.
+    Raises `ConfigError` for tensors that cannot be written to any more, and for parameters that one of the models
+    in `distributed` has too. One small message a rank where all is well.
     """
-    require_same(
-        here, "comparing plans", [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
-    )
-    trains = [(f"parameter {name!r}", "trains" if parameter.requires_grad else "frozen")
-              for name, parameter in model.named_parameters()]  # fmt: skip
-    one = ("parameters that are one under several names", _tied(model))
-    made = [name for name, each in [*model.named_parameters(), *model.named_buffers()] if each.is_inference()]
-    tensors = ("tensors that were made in torch.inference_mode()", made)
-    require_same(here, "comparing models", [("class of the model", class_of(model)), one, tensors, *trains])
+    named = list(model.named_parameters())
+    tensors = [*named, *model.named_buffers()]
+    made = [name for name, each in tensors if each.is_inference()]
+    shared = shared_with(model, distributed)
+    of_plan = [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
+    of_model: list[Fact] = [
+        ("parameters that another distributed model has too", shared),
+        ("class of the model", class_of(model)),
+        ("parameters that are one under several names", _tied(model)),
+        ("tensors that were made in torch.inference_mode()", made),
+        *((f"parameter {name!r}", "trains" if each.requires_grad else "frozen") for name, each in named),
+    ]
+    of_parameters = ParameterTable(named).describe()
+    of_others: list[Fact] = [
+        *((f"class of optimizer {i}", type(each).__name__) for i, each in enumerate(optimizers)),
+        *((f"parameters of optimizer {i}", [len(group["params"]) for group in each.param_groups])
+          for i, each in enumerate(optimizers)),
+        *((f"buffer {name!r}", [list(each.shape), str(each.dtype).removeprefix("torch.")])
+          for name, each in model.named_buffers()),
+    ]  # fmt: skip
+    text = json.dumps([of_plan, of_model, of_parameters, of_others])
+    said = all_gather_json(here, "comparing models", [hashlib.sha256(text.encode()).hexdigest(), _digest(model)])
+    differs = len({facts for facts, _ in said}) > 1
+    if differs:
+        require_same(here, "comparing plans", of_plan)
+        require_same(here, "comparing models", of_model)
+    _refuse_unfit(made if here.size > 1 else [], shared)
+    _refuse_other_order(here, [digest for _, digest in said])
+    if differs:
+        require_same(here, "comparing parameters", of_parameters)
+        require_same(here, "comparing optimizers and buffers", of_others)
+        raise AssertionError("comparing models: digests differ but no fact does")
+
+
+def _refuse_unfit(made: Sequence[str], shared: Sequence[str]) -> None:
+    """Raise `ConfigError` for tensors that cannot take values, and parameters that two models would exchange."""
+    if shared:  # two reducers would each take the other's mean for a gradient of this rank
+        more = f" and {len(shared) - 3} more" if len(shared) > 3 else ""
+        raise ConfigError(
+            f"distribute: another distributed model has {', '.join(map(repr, shared[:3]))}{more} too",
+            remedy="give one torch.nn.ModuleList of the models that share parameters, and all their optimizers",
+        )
     if made:
         raise ConfigError(
             f"distribute: {', '.join(map(repr, made[:3]))} was made in torch.inference_mode(), and cannot take "
             "the values of rank 0",
             remedy="make the model outside of it, or replace the tensor by its clone()",
         )
-    refuse_other_order(here, model)
 
 
 def class_of(model: nn.Module) -> str:

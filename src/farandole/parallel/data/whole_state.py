@@ -7,7 +7,7 @@ transformers' ``save_pretrained``. A state dict of the whole model is refused by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from types import MethodType
@@ -17,26 +17,29 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import ConfigError
+from ..model import DistributedModel, Strategy
 from ..split import split_of
 
 _DEGREES = ("pipeline", "tensor", "expert")
 
 
-Elsewhere = Callable[[nn.Module], Mapping[str, tuple[int, ...] | None]]
-"""Returns the whole shapes of parameters that other stages of a pipeline have, by name."""
+class PartsOfState(Strategy):
+    """Parts of a model that a plan divides are not taken for whole, and whole ones not for parts."""
 
+    def is_asked(self) -> bool:
+        """Where a rank has not all parameters."""
+        return self.mesh.here.size > 1 and not self.distributed.is_whole
 
-def guard_state_dicts(model: nn.Module, degrees: Degrees, zero: int, elsewhere: Elsewhere) -> None:
-    """Refuse that parts of `model`, which a plan divides, are taken for whole, and whole ones for parts."""
-    divided = {**{name: getattr(degrees, name) for name in _DEGREES}, "zero": zero}
-    asked = ", ".join(f"{key} = {value}" for key, value in divided.items() if value > 1)
-    model.register_load_state_dict_pre_hook(WholeStateGuard(asked, elsewhere))
-    for module in model.modules():
-        module.register_state_dict_post_hook(partial(_mark_parts, _Part(asked)))
-        if callable(getattr(module, "save_pretrained", None)):
-            vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
+    def apply(self) -> None:
+        """Refuse it from now on."""
+        divided = {**{name: self.mesh.size(name) for name in _DEGREES}, "zero": self.plan.zero}
+        asked = ", ".join(f"{key} = {value}" for key, value in divided.items() if value > 1)
+        self.model.register_load_state_dict_pre_hook(WholeStateGuard(asked))
+        for module in self.model.modules():
+            module.register_state_dict_post_hook(partial(_mark_parts, _Part(asked)))
+            if callable(getattr(module, "save_pretrained", None)):
+                vars(module)["save_pretrained"] = MethodType(_save_pretrained, module)
 
 
 class _Part:
@@ -92,18 +95,16 @@ class WholeStateGuard:
 
     Args:
         asked: the keys of the plan that divide the model, in words.
-        elsewhere: see `Elsewhere`.
     """
 
-    def __init__(self, asked: str, elsewhere: Elsewhere) -> None:
+    def __init__(self, asked: str) -> None:
         self._asked = asked
-        self._elsewhere = elsewhere
 
     def __call__(
         self, module: nn.Module, state: Mapping[str, Any], prefix: str, *others: Any, **keywords: Any
     ) -> None:
         """Raise `ConfigError` where `state` has all of a parameter of which this rank has a part, or nothing."""
-        elsewhere = self._elsewhere(module)
+        elsewhere = DistributedModel.of(module).saved_elsewhere()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             value = state.get(prefix + name)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):

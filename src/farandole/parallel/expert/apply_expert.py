@@ -17,9 +17,9 @@ from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
+from ..model import Strategy
 from ..optim.one_bit_adam import OneBitAdam
 from ..split import Split, split_in_place, split_of
-from ..tensor.apply_tensor import DividedTokens
 from .dispatch import Placed
 from .expert_ranks import ExpertRanks
 from .layer import MixtureOfExperts
@@ -30,47 +30,57 @@ from .transformers_experts import divide_experts_module, is_experts_module, prov
 _SHOWN = 3
 
 
-def has_experts(model: nn.Module) -> bool:
-    """Return whether `model` has a layer that `apply_expert` knows."""
-    return any(isinstance(each, MixtureOfExperts) or is_experts_module(each) for each in model.modules())
+class ExpertParallel(Strategy):
+    """The experts of a model, divided over the expert ranks of its mesh."""
 
+    keys = ("expert",)
 
-def apply_expert(
-    model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, mesh: Mesh, tokens: DividedTokens | None
-) -> None:
-    """Leave this rank its part of the experts of `model`; to be called by all ranks, with the whole model on each.
+    def is_asked(self) -> bool:
+        """Without a degree too: layers of ours count the tokens of all ranks, for their losses and capacity."""
+        return self.mesh.here.size > 1 and (
+            super().is_asked()
+            or bool(self.setup.divided_blocks)
+            or any(isinstance(each, MixtureOfExperts) for each in self.model.modules())
+        )
 
-    `tokens`: where a rank has some of the tokens of its samples.
-    Without a degree for experts, layers of ours count the tokens of all ranks, for their losses and capacity.
+    def check(self) -> None:
+        """Raise `PlanError` for experts that do not divide, or that need all tokens where a rank has some."""
+        _refuse_divided_tokens(self.model, self.setup.divided_blocks)
+        if self.mesh.size("expert") > 1:
+            _refuse_experts(self.model, self.optimizers, self.mesh.size("expert"))
 
-    Raises `PlanError` for experts of transformers that compute something else than is known, on all ranks.
-    """
-    degree = mesh.size("expert")
-    ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
-    meets = degree > 1 or (bool(ours) and mesh.size(*SAME_PARAMETERS) > 1)
-    ranks = _ranks_of(plan, mesh, SAME_PARAMETERS) if meets else None
-    for name, layer in ours:
-        layer.last.is_in_pipeline = mesh.size("pipeline") > 1
-        layer.last.name, layer.last.ranks, layer.last.token_ranks = name, ranks, None
-    if tokens is not None and tokens.blocks and ours:
-        # The ranks of a tensor group have other tokens of one batch.
-        wider = _ranks_of(plan, mesh, (*SAME_PARAMETERS, "tensor"))
-        for _, layer in _layers_in(model, tokens.blocks):
-            layer.last.ranks, layer.last.token_ranks = wider, tokens.ranks
-    if degree == 1 or ranks is None:
-        return
-    foreign = [(name, each) for name, each in model.named_modules() if is_experts_module(each)]
-    for name, module in foreign:
-        prove_experts(name, module)
-    for _, layer in ours:
-        _divide(layer.experts, layer.routing.num_experts, optimizers, ranks)
-    for name, module in foreign:
-        count = int(vars(module)["num_experts"])
-        _divide(module, count, optimizers, ranks)
-        placed = Placed(name, Routing(count, 1), ranks)
-        divide_experts_module(module, placed, count // degree)
-    if mesh.here.rank == 0:
-        _report_whole(model)
+    def apply(self) -> None:
+        """Leave this rank its part of them.
+
+        Raises `PlanError`, on all ranks, for experts of transformers that compute something else than is known.
+        """
+        model, plan, mesh, degree = self.model, self.plan, self.mesh, self.mesh.size("expert")
+        ours = [(name, each) for name, each in model.named_modules() if isinstance(each, MixtureOfExperts)]
+        meets = degree > 1 or (bool(ours) and mesh.size(*SAME_PARAMETERS) > 1)
+        ranks = _ranks_of(plan, mesh, SAME_PARAMETERS) if meets else None
+        for name, layer in ours:
+            layer.last.is_in_pipeline = mesh.size("pipeline") > 1
+            layer.last.name, layer.last.ranks, layer.last.token_ranks = name, ranks, None
+        if self.setup.divided_blocks and ours:
+            # The ranks of a tensor group have other tokens of one batch.
+            wider = _ranks_of(plan, mesh, (*SAME_PARAMETERS, "tensor"))
+            for _, layer in _layers_in(model, self.setup.divided_blocks):
+                layer.last.ranks, layer.last.token_ranks = wider, self.setup.token_ranks
+        if degree > 1 and ranks is not None:
+            self._divide_all(ours, ranks)
+
+    def _divide_all(self, ours: Sequence[tuple[str, MixtureOfExperts]], ranks: ExpertRanks) -> None:
+        foreign = [(name, each) for name, each in self.model.named_modules() if is_experts_module(each)]
+        for name, module in foreign:
+            prove_experts(name, module)
+        for _, layer in ours:
+            _divide(layer.experts, layer.routing.num_experts, self.optimizers, ranks)
+        for name, module in foreign:
+            count = int(vars(module)["num_experts"])
+            _divide(module, count, self.optimizers, ranks)
+            divide_experts_module(module, Placed(name, Routing(count, 1), ranks), count // ranks.size)
+        if self.mesh.here.rank == 0:
+            _report_whole(self.model)
 
 
 def _ranks_of(plan: Plan, mesh: Mesh, degrees: Sequence[str]) -> ExpertRanks:
@@ -89,7 +99,7 @@ def _layers_in(model: nn.Module, blocks: Sequence[str]) -> list[tuple[str, Mixtu
     return [(name, each) for name, each in found if f"{name}.".startswith(inside or ("\0",))]
 
 
-def refuse_divided_tokens(model: nn.Module, blocks: Sequence[str]) -> None:
+def _refuse_divided_tokens(model: nn.Module, blocks: Sequence[str]) -> None:
     """Raise `PlanError` for experts in `blocks`, of whose tokens a rank has some of each sample, that need all."""
     for name, layer in _layers_in(model, blocks):
         if layer.routing.capacity_factor is not None:
@@ -114,7 +124,7 @@ def _divide(module: nn.Module, count: int, optimizers: Sequence[Optimizer], rank
             split_in_place(parameter, split, list(optimizers))
 
 
-def refuse_experts(model: nn.Module, optimizers: Sequence[Optimizer], degree: int) -> None:
+def _refuse_experts(model: nn.Module, optimizers: Sequence[Optimizer], degree: int) -> None:
     """Raise `PlanError` if `model` has no experts, or they do not divide by the degree; nothing is changed."""
     if any(isinstance(each, OneBitAdam) for each in optimizers):
         raise PlanError(

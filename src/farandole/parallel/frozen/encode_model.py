@@ -17,8 +17,8 @@ from ...core.host.heap import trim_heap
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.spec import Plan
 from ..changed_class import is_transposed, plain_class_of
+from ..model import Strategy
 from .frozen_weight import FORMS, FrozenWeight, as_parameter
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -32,23 +32,33 @@ Place = tuple[nn.Module, str, str]
 """A module, the name of a parameter in it, and its name in the model."""
 
 
-def encode_frozen(here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Replace the frozen weights of linear layers and embeddings by `FrozenWeight`, on all ranks alike.
+class FrozenWeights(Strategy):
+    """The plan key `frozen_codec`: weights of linear layers and embeddings become `FrozenWeight`, on all ranks."""
 
-    Rank 0 says which kinds of layers keep a notable share of the frozen bytes as they are, also where `freeze` has
-    stored weights before. Raises `PlanError`, on every rank, if there is nothing to store, or a weight holds NaN
-    or infinity.
-    """
-    is_stored = any(isinstance(each, FrozenWeight) for each in model.parameters())
-    if plan.frozen_codec in FORMS:
-        found = dict(frozen_weights(model))
-        _refuse(here, found, plan.frozen_codec, "" if found or is_stored else _none_fits(model))
-        encode_weights(found, plan.frozen_codec, optimizers)
-    elif not is_stored:
-        return
-    line = what_stays(model)
-    if line and here.rank == 0:
-        write_notice(f"{'frozen_codec' if plan.frozen_codec in FORMS else 'freeze'}: {line}")
+    keys = ("frozen_codec",)
+
+    def is_asked(self) -> bool:
+        """Also where `freeze` has stored weights before."""
+        return super().is_asked() or self._is_stored()
+
+    def check(self) -> None:
+        """Raise `PlanError`, on every rank, if there is nothing to store, or a weight holds NaN or infinity."""
+        codec = self.plan.frozen_codec
+        if codec in FORMS:
+            found = dict(frozen_weights(self.model))
+            _refuse(self.mesh.here, found, codec, "" if found or self._is_stored() else _none_fits(self.model))
+
+    def prepare(self) -> None:
+        """Store them. Rank 0 says which kinds of layers keep a notable share of the frozen bytes as they are."""
+        codec = self.plan.frozen_codec
+        if codec in FORMS:
+            encode_weights(dict(frozen_weights(self.model)), codec, self.optimizers)
+        line = what_stays(self.model)
+        if line and self.mesh.here.rank == 0:
+            write_notice(f"{'frozen_codec' if codec in FORMS else 'freeze'}: {line}")
+
+    def _is_stored(self) -> bool:
+        return any(isinstance(each, FrozenWeight) for each in self.model.parameters())
 
 
 def _refuse(here: World, found: dict[torch.Tensor, list[Place]], codec: str, problem: str) -> None:

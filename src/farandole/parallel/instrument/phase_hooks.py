@@ -31,7 +31,8 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
-from ..optim.step_hooks import is_nested_step
+from ..model import Strategy
+from ..optim.step_hooks import ScalerWatch, is_nested_step
 from .device_marks import mark_begin, mark_end
 from .training_facts import note_optimizer
 
@@ -72,6 +73,27 @@ def watch_model(model: nn.Module, reducer: PassListener | None = None, *, exchan
     if reducer is not None:
         watch.reducer = weakref.ref(reducer)
     return watch
+
+
+class WatchedPasses(Strategy):
+    """Phases of the model are recorded, and its exchange is told of passes."""
+
+    takes_own_parameters = True
+
+    def is_asked(self) -> bool:
+        """Always."""
+        return True
+
+    def apply(self) -> None:
+        """See `watch_model`."""
+        self._watch = watch_model(self.model, self.distributed.listener)
+
+    def finish(self) -> None:
+        """Let steps miss a `GradScaler` where the script casts. A pipeline calls layers, never the model."""
+        if self.plan.precision == "fp32" and self.distributed.pipeline is None:
+            for each in self.optimizers:
+                watch = ScalerWatch(self.mesh.here, self._watch)
+                self.distributed.hooks.append(each.register_step_pre_hook(watch))
 
 
 class PassObserver(Protocol):

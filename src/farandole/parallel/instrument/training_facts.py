@@ -43,6 +43,7 @@ from ...core.vocabulary.events import BucketTimes, Setup, SetupValue
 from ...core.vocabulary.rank_lists import write_numbers
 from ...core.vocabulary.run_files import hide_secrets
 from ...core.vocabulary.spec import Plan
+from ..model import Strategy
 
 # The buckets of a stock DistributedDataParallel, timed by a hook that does what it does without one.
 
@@ -212,31 +213,31 @@ def _flag(value: Any) -> bool | None:
 # Records a plan that the script gave, what a plan predicts, and what its peak of memory is measured against.
 
 
-class PredictedFacts:
-    """The facts of one model; made before it is divided."""
+class PredictedFacts(Strategy):
+    """The facts of one model."""
 
-    def __init__(
-        self, here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, given: Plan | None
-    ) -> None:
-        """`given`: the plan that the script gave, if it did."""
-        self._here = here
-        self._predicted = json.dumps(dict(plan.predicted)) if plan.predicted else ""
-        self._other_bytes = _other_bytes(here, model, optimizers) if self._predicted else None
-        self._of_script = ""
-        if given is not None and read_run_settings().plan_file is None:
-            self._of_script = json.dumps({key: value for key, (value, _) in given.differences(Plan()).items()})
+    def is_asked(self) -> bool:
+        """Where the plan says what it should take, or comes from the script."""
+        return bool(self.plan.predicted) or self.setup.given is not None
 
-    def note(self) -> None:
+    def check(self) -> None:
+        """Look what is resident before anything is changed."""
+        predicted = bool(self.plan.predicted)
+        self._other_bytes = _other_bytes(self.mesh.here, self.model, self.optimizers) if predicted else None
+
+    def finish(self) -> None:
         """Record them, when the model is divided: what dividing it took is not the training's."""
-        if self._of_script:
-            self._here.session.recorder.record(events.Setup({events.SETUP_PLAN: self._of_script}))
-        if self._predicted:
+        here, given = self.mesh.here, self.setup.given
+        if given is not None and read_run_settings().plan_file is None:
+            changed = {key: value for key, (value, _) in given.differences(Plan()).items()}
+            here.session.recorder.record(events.Setup({events.SETUP_PLAN: json.dumps(changed)}))
+        if self.plan.predicted:
             facts: dict[str, events.SetupValue] = {
-                events.SETUP_PREDICTED: self._predicted,
+                events.SETUP_PREDICTED: json.dumps(dict(self.plan.predicted)),
                 events.SETUP_OTHER_BYTES: self._other_bytes,
-                events.SETUP_PEAK_BEFORE: peak_of(self._here)(),
+                events.SETUP_PEAK_BEFORE: peak_of(here)(),
             }
-            self._here.session.recorder.record(events.Setup(facts))
+            here.session.recorder.record(events.Setup(facts))
 
 
 def peak_of(here: World) -> Callable[[], int | None]:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from ...comm.gradients.grad_ownership import drop_grads, replace_grad
 from ...comm.gradients.parameters import rows_of
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ..model import Handle
+from ..model import Handle, Strategy
 from .step_hooks import is_nested_step, undo_after_errors
 
 # Stochastic rounding from float32 to bfloat16: up or down with probabilities that make the mean exact.
@@ -255,20 +255,32 @@ def _parts(optimizer: Optimizer) -> list[set[int]]:
     return parts
 
 
-def narrow_parameters(model: nn.Module) -> None:
-    """Make the parameters of `model` bfloat16 in place, those of normalisations with running statistics excepted.
+class Bf16Parameters(Strategy):
+    """The plan key: parameters of the model in bfloat16, but for normalisations with running statistics."""
 
-    Raises `PlanError` when there is none to make so.
-    """
-    chosen = narrowable(model)
-    if not chosen:
-        raise PlanError(
-            f"plan: bf16_parameters = true has no effect: this {type(model).__name__} has no parameter in float32",
-            remedy="leave bf16_parameters out",
-        )
-    drop_grads(chosen)
-    for parameter in chosen:
-        parameter.data = parameter.data.to(torch.bfloat16)
+    keys = ("bf16_parameters",)
+
+    def check(self) -> None:
+        """Raise `PlanError` when there is none to make so."""
+        if not narrowable(self.model):
+            raise PlanError(
+                f"plan: bf16_parameters = true has no effect: this {type(self.model).__name__} has no parameter "
+                "in float32",
+                remedy="leave bf16_parameters out",
+            )
+
+    def prepare(self) -> None:
+        """Make them bfloat16 in place."""
+        chosen = narrowable(self.model)
+        drop_grads(chosen)
+        for parameter in chosen:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+    def finish(self) -> None:
+        """Round them in each step from now on."""
+        own = self.distributed
+        rows = [step.first_element for step in own.sharded_steps]
+        own.rounded_steps = round_steps(self.optimizers, rows, own.hooks)
 
 
 def round_steps(
@@ -291,7 +303,7 @@ def round_steps(
 
 
 def widen_parameters(model: nn.Module) -> None:
-    """Undo `narrow_parameters`."""
+    """Let the bfloat16 parameters of `model` be float32 again."""
     narrow = [parameter for parameter in model.parameters() if parameter.dtype == torch.bfloat16]
     drop_grads(narrow)
     for parameter in narrow:
@@ -299,7 +311,7 @@ def widen_parameters(model: nn.Module) -> None:
 
 
 def narrowable(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that `narrow_parameters` makes bfloat16."""
+    """Return the parameters that `Bf16Parameters` makes so."""
     kept = {
         id(parameter)
         for module in model.modules()

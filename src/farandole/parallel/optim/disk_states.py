@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.hooks import RemovableHandle
 
+from ...comm.gradients.parameters import rows_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.host.heap import give_back_freed_memory, trim_heap
@@ -41,6 +42,7 @@ from ...core.step_model.bucket_plan import STATE_CHUNK_BYTES
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
+from ..model import Strategy
 
 # A file without a name in a directory on disk, mapped into memory: what its pages hold need not stay in
 # memory.
@@ -118,13 +120,11 @@ ShapeOf = Callable[[torch.Tensor], torch.Size]
 def reserve_states(
     here: World, optimizers: Sequence[Optimizer], plan: Plan, shape_of: ShapeOf
 ) -> list[tuple[Optimizer, DiskStates]]:
-    """Reserve room for the states of `optimizers` in the plan's directory, if it has one; nothing moves yet.
+    """Reserve room for the states of `optimizers` in the plan's directory; nothing moves yet.
 
     Raises `PlanError`, on every rank, for an optimizer of another kind or without states, for a directory that is
     not on a disk, and if the disk has no room for all states.
     """
-    if plan.offload != "disk":
-        return []
     directory = Path(plan.offload_directory) if plan.offload_directory else DEFAULT_DIRECTORY
     made: list[tuple[Optimizer, DiskStates]] = []
     try:
@@ -148,6 +148,46 @@ def reserve_states(
         )
     give_back_freed_memory()  # what the heap keeps may be more than the states; see its [Note: freed memory stays]
     return made
+
+
+class StatesOnDisk(Strategy):
+    """The plan key ``offload = "disk"``."""
+
+    keys = ("offload",)
+    takes_own_parameters = True
+
+    def prepare(self) -> None:
+        """Reserve room: see `reserve_states`."""
+        shape_of = shard_shape(self.mesh.here, self.plan)
+        self._made = reserve_states(self.mesh.here, self.optimizers, self.plan, shape_of)
+
+    def apply(self) -> None:
+        """Let the optimizers step by chunks."""
+        for optimizer, states in self._made:
+            self.distributed.hooks += states.attach(optimizer)
+
+    def finish(self) -> None:
+        """Move the states that there are: at stages 1 and 2 they are those of rows now."""
+        for optimizer, states in self._made:
+            states.move_all(optimizer)
+
+
+def shard_shape(here: World, plan: Plan) -> ShapeOf:
+    """Return a function that gives the shape of this rank's shard of a parameter, which may be sharded already.
+
+    Parameters without dimensions are whole, and so are all without ``zero`` and in a world of one.
+    """
+    size, rank = here.size, here.rank
+    if plan.shard_within == "host":
+        size, rank = here.local_size, here.local_rank
+
+    def shape_of(parameter: torch.Tensor) -> torch.Size:
+        if not plan.zero or size == 1 or not parameter.dim():
+            return parameter.shape
+        begin, end = rows_of(parameter.shape[0], size, rank)
+        return torch.Size([end - begin, *parameter.shape[1:]])
+
+    return shape_of
 
 
 def _problem(optimizers: Sequence[Optimizer]) -> str:

@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from ...comm.gradients.grad_ownership import replace_grad
+from ...core.vocabulary.errors import ConfigError
+from ..model import Strategy
 
 _STEPS = 24
 """D-Adaptation begins with a step of 1e-6, and looks like SGD until it has grown."""
@@ -26,6 +28,7 @@ _ROWS, _COLUMNS, _CUT = 6, 4, 2
 _LEAST_RATE = 0.01
 _OF_PARAMETERS = ("params", "param_names", "lr", "initial_lr", "weight_decay")
 """Keys of a group in which it may differ from another one, and be tried with it."""
+_BY_PARAMETERS = "use an optimizer that treats each parameter alone, such as torch.optim.AdamW"
 _GRADIENTS = ((100.0, 0.0), (1.0, 4.0))
 """Size of the random part, and of one that is the same in each step, by which learned step sizes grow."""
 
@@ -153,3 +156,40 @@ def _updated(
     if torch.equal(after.cpu(), torch.cat([each[0] for each in numbers])):
         raise ValueError("it changes nothing")
     return after
+
+
+class DividedSteps(Strategy):
+    """Optimizers whose work a plan divides: refuses those that need whole parameters, or all of them."""
+
+    keys = ("zero", "pipeline", "tensor", "expert")
+
+    def check(self) -> None:
+        """Raise `ConfigError`, by the optimizer's name."""
+        degrees = self.mesh.degrees
+        for optimizer in self.optimizers:
+            kind = type(optimizer).__name__
+            if self.mesh.here.size > 1 and self.plan.zero in (1, 2) and (why := why_not_elementwise(optimizer)):
+                raise ConfigError(
+                    f"plan: zero = {self.plan.zero} divides the work of the optimizer by rows, but that of {kind} "
+                    f"cannot be divided: {why}",
+                    remedy="use one that works element by element, such as torch.optim.AdamW, or set zero = 0",
+                )
+            if degrees.pipeline > 1 and isinstance(optimizer, torch.optim.LBFGS):
+                raise ConfigError(
+                    f"plan: pipeline = {degrees.pipeline}, but {kind} joins all parameters into one vector, and a "
+                    "rank has those of its stage",
+                    remedy=_BY_PARAMETERS,
+                )
+            if degrees.pipeline > 1 and (why := why_not_by_parameters(optimizer)):
+                raise ConfigError(
+                    f"plan: pipeline = {degrees.pipeline} leaves a rank the parameters of its stage, and the work "
+                    f"of {kind} cannot be divided: {why}",
+                    remedy=_BY_PARAMETERS,
+                )
+            divided = [name for name in ("tensor", "expert") if self.mesh.size(name) > 1]
+            if divided and (why := why_not_elementwise(optimizer)):
+                raise ConfigError(
+                    f"plan: {divided[0]} = {self.mesh.size(divided[0])}: {kind} cannot update parts of "
+                    f"parameters: {why}",
+                    remedy="use an optimizer that works element by element, such as torch.optim.AdamW",
+                )

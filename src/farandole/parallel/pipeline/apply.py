@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from ...core.schedule.actions import bubble_seconds
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.spec import Plan
-from ..mesh import Mesh
-from ..model import DistributedModel
+from ..model import DistributedModel, Strategy
 from .messages import PipelinePeers, make_lines, needs_lines
 from .pipeline import Pipeline
 from .without_flush import DelayedPipeline
@@ -25,38 +21,35 @@ from .without_flush import DelayedPipeline
 _REMEDY = "loss = farandole.step(model, loss_function, inputs, targets), which does forward and backward"
 
 
-def apply_pipeline(
-    mesh: Mesh, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, finish: Callable[[], None]
-) -> Pipeline:
-    """Return what `fd.step` calls, which cuts `model` and runs it by the plan's schedule.
+class PipelineParallel(Strategy):
+    """A model that `fd.step` cuts into stages, and runs by the plan's schedule."""
 
-    Args:
-        mesh: with a pipeline of at least two ranks.
-        model: whole, the same on all ranks.
-        optimizers: they keep this rank's parameters only, from the first step on.
-        plan: says schedule, micro-batches and cuts.
-        finish: called by all ranks at the first step, when each has its own parameters only.
+    keys = ("pipeline",)
 
-    Raises:
-        PlanError: the plan's cuts name nothing.
-    """
-    part = mesh.part("pipeline")
-    lines = make_lines(part) if needs_lines(mesh.here.device) else {}
-    peers = PipelinePeers(mesh.here, part.new_group(), mesh.rank("pipeline"), mesh.size("pipeline"), lines)
-    kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
-    pipeline = kind(model, optimizers, plan, peers, finish=finish)
-    if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
-        bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)
-        share = bubble / (bubble + 3.0 * pipeline.micro_batches)
-        write_notice(
-            f"warning: a pipeline of {peers.size} ranks with {pipeline.micro_batches} micro-batches: each rank "
-            f"waits about {share:.0%} of a step; set micro_batches = {2 * peers.size} or more in the plan"
-        )
-    alive = weakref.ref(pipeline)
-    model.register_forward_pre_hook(_Guard(alive), prepend=True)
-    for optimizer in optimizers:
-        optimizer.register_step_pre_hook(_StepGuard(alive))
-    return pipeline
+    def apply(self) -> None:
+        """Let `fd.step` do so: at its first call each rank is left with its own parameters, and so its optimizers.
+
+        Raises `PlanError` when the plan's cuts name nothing.
+        """
+        mesh, plan = self.mesh, self.plan
+        part = mesh.part("pipeline")
+        lines = make_lines(part) if needs_lines(mesh.here.device) else {}
+        peers = PipelinePeers(mesh.here, part.new_group(), mesh.rank("pipeline"), mesh.size("pipeline"), lines)
+        kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
+        assert self.setup.when_cut is not None, "something is left to do"
+        pipeline = kind(self.model, self.optimizers, plan, peers, finish=self.setup.when_cut)
+        self.distributed.pipeline = pipeline
+        if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
+            bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)
+            share = bubble / (bubble + 3.0 * pipeline.micro_batches)
+            write_notice(
+                f"warning: a pipeline of {peers.size} ranks with {pipeline.micro_batches} micro-batches: each "
+                f"rank waits about {share:.0%} of a step; set micro_batches = {2 * peers.size} or more in the plan"
+            )
+        alive = weakref.ref(pipeline)
+        self.model.register_forward_pre_hook(_Guard(alive), prepend=True)
+        for optimizer in self.optimizers:
+            optimizer.register_step_pre_hook(_StepGuard(alive))
 
 
 def refuse_open_batch(model: nn.Module, what: str) -> None:
@@ -67,24 +60,6 @@ def refuse_open_batch(model: nn.Module, what: str) -> None:
     pipeline = DistributedModel.of(model).pipeline
     if isinstance(pipeline, DelayedPipeline):
         pipeline.refuse_open(what)
-
-
-def parameters_here(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the named parameters that this rank keeps: all of them without a pipeline."""
-    pipeline = DistributedModel.of(model).pipeline
-    named = list(model.named_parameters())
-    if pipeline is None or pipeline.own is None:
-        return named
-    return [(name, parameter) for name, parameter in named if pipeline.own.is_here(name)]
-
-
-def saved_elsewhere(model: nn.Module) -> dict[str, tuple[int, ...] | None]:
-    """Return names of the model's state that other ranks of its pipeline save; of parameters the whole shapes.
-
-    None for what is here too. The dict is empty without a pipeline, and before the first step.
-    """
-    pipeline = DistributedModel.of(model).pipeline
-    return {} if pipeline is None or pipeline.own is None else pipeline.own.elsewhere()
 
 
 class _Guard:

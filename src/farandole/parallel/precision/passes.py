@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ..changed_class import (
     require_changeable,
     set_class,
 )
-from ..model import DistributedModel
+from ..model import DistributedModel, Strategy
 from .loss_scale import DynamicLossScale, agree_finite, all_finite
 from .scaled_graph import Entering, Leaving, hook_parameter, scaled_parameters, sequence_number, strange_leaves
 
@@ -347,16 +347,28 @@ class LowerPrecision:
                 self.scale.note_finite(id(optimizer), finite)
 
 
-def prepare_precision(
-    model: nn.Module, precision: Literal["fp32", "bf16", "fp16"], *, narrow: bool
-) -> list[nn.Module]:
-    """Return the modules whose forward passes are to run in lower precision: the model, or what a list holds.
+class MixedPrecision(Strategy):
+    """The plan's `precision`: the forward passes of the model, or of what a list holds, in lower precision."""
 
-    `narrow`: parameters may be bfloat16 too. Raises `PlanError` where it would have no effect, or trained
-    parameters are no master weights.
-    """
-    if precision == "fp32":
-        return []
+    keys = ("precision",)
+
+    def check(self) -> None:
+        """Raise `PlanError` where it would have no effect, or trained parameters are no master weights."""
+        self._modules = _modules_to_cast(self.model, self.plan.precision, narrow=self.plan.bf16_parameters)
+
+    def apply(self) -> None:
+        """Run them so from now on."""
+        if not self._modules:
+            return
+        mesh, dtype = self.mesh, DTYPES[self.plan.precision]
+        divides = mesh.here.size > 1 and (self.plan.zero > 0 or not mesh.degrees.is_data_alone)
+        passes = self.distributed.passes = LowerPrecision(
+            self.model, dtype, self.optimizers, mesh.here, shards=divides, exchanges=mesh.replicas.size > 1
+        )
+        passes.start(self._modules)
+
+
+def _modules_to_cast(model: nn.Module, precision: str, *, narrow: bool) -> list[nn.Module]:
     parameters = list(model.named_parameters())
     half = [name for name, each in parameters if each.requires_grad and each.dtype in _HALVES]
     if half and not narrow:
@@ -374,27 +386,6 @@ def prepare_precision(
     for module in modules:
         require_changeable(module, f"plan: precision = {precision!r}")
     return modules
-
-
-def start_precision(
-    model: nn.Module,
-    precision: Literal["fp32", "bf16", "fp16"],
-    modules: Sequence[nn.Module],
-    optimizers: Sequence[Optimizer],
-    here: World,
-    *,
-    shards: bool,
-    exchanges: bool,
-) -> LowerPrecision | None:
-    """Run `modules`, which `prepare_precision` returned, in lower precision; None for float32.
-
-    `shards`: each rank has a part of the gradients. `exchanges`: an exchange tells when they are complete.
-    """
-    if not modules:
-        return None
-    passes = LowerPrecision(model, DTYPES[precision], optimizers, here, shards=shards, exchanges=exchanges)
-    passes.start(modules)
-    return passes
 
 
 def loss_scale_of(model: nn.Module) -> DynamicLossScale | None:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
 
 from torch import nn
-from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
 from ..mesh import Mesh
-from ..model import DistributedModel
+from ..model import Strategy
 from ..split import split_of
 from .cut import Cutter, Places, check_cuts, divide_attributes, find_places
-from .layers.regions import RegionSeed, TensorRanks, tensor_ranks
+from .layers.regions import RegionSeed, tensor_ranks
 from .proof import Proofs
 from .recipe.find import add_by_name, add_pairs, add_torch_layers, add_transformers, add_vocabulary
 from .recipe.recipe import TensorRecipe, Units, add_head_counts, find_units, refuse_layers
-from .sequence import install_tokens
+from .sequence import install_tokens, put_first
 from .use_watch import watch_first_forward
 
 _LISTED = 8
@@ -63,40 +61,36 @@ def plan_tensor(model: nn.Module, plan: Plan, mesh: Mesh) -> TensorPlan:
     return TensorPlan(recipe, unknown, units, places, seed)
 
 
-class DividedTokens(NamedTuple):
-    """Where tokens are divided over ranks, with `sequence_parallel`."""
+class TensorParallel(Strategy):
+    """The layers of a model, split over the tensor ranks of its mesh."""
 
-    blocks: list[str]
-    ranks: TensorRanks
+    keys = ("tensor",)
 
+    def check(self) -> None:
+        """Raise what `plan_tensor` does."""
+        self.setup.divided_blocks = plan_tensor(self.model, self.plan, self.mesh).places.blocks
 
-def apply_tensor(
-    distributed: DistributedModel, model: nn.Module, optimizers: Sequence[Optimizer]
-) -> DividedTokens:
-    """Split the layers of `model` over the tensor ranks of its mesh; to be called by all ranks, with equal models.
-
-    Raises what `plan_tensor` does, before anything is changed.
-    """
-    plan, mesh = distributed.plan_and_mesh
-    cuts = plan_tensor(model, plan, mesh)
-    recipe, units, places = cuts.recipe, cuts.units, cuts.places
-    ranks = tensor_ranks(mesh)
-    cutter = Cutter(model, ranks, optimizers)
-    for name, part in recipe.parts.items():
-        if part.kind != "whole":
-            cutter.cut(name, part, places.of[name])
-    divide_attributes(model, recipe, ranks.size)
-    _turn_off_fused_paths(model)
-    install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
-    proofs = distributed.proofs = Proofs(ranks, weakref.ref(model), cuts.seed)
-    inside = tuple(f"{block}." for block in places.blocks)
-    for name in [*places.blocks, *units.layers]:
-        if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):
-            proofs.install(name, model.get_submodule(name))
-    watch_first_forward(model)
-    if mesh.here.rank == 0:
-        write_notice(describe(model, recipe, cuts.unknown, ranks.size))
-    return DividedTokens(places.blocks, ranks)
+    def apply(self) -> None:
+        """Split them, and prove each at its first pass."""
+        model, cuts = self.model, plan_tensor(self.model, self.plan, self.mesh)
+        recipe, units, places = cuts.recipe, cuts.units, cuts.places
+        ranks = self.setup.token_ranks = tensor_ranks(self.mesh)
+        cutter = Cutter(model, ranks, self.optimizers)
+        for name, part in recipe.parts.items():
+            if part.kind != "whole":
+                cutter.cut(name, part, places.of[name])
+        divide_attributes(model, recipe, ranks.size)
+        _turn_off_fused_paths(model)
+        install_tokens(model, places.blocks, places.entries, ranks, cuts.seed)
+        self.setup.after_sharding = partial(put_first, model)
+        proofs = self.distributed.proofs = Proofs(ranks, weakref.ref(model), cuts.seed)
+        inside = tuple(f"{block}." for block in places.blocks)
+        for name in [*places.blocks, *units.layers]:
+            if not (name.startswith(inside or ("\0",)) or (name in places.blocks and name in proofs.names)):
+                proofs.install(name, model.get_submodule(name))
+        watch_first_forward(model)
+        if self.mesh.here.rank == 0:
+            write_notice(describe(model, recipe, cuts.unknown, ranks.size))
 
 
 def _turn_off_fused_paths(model: nn.Module) -> None:

@@ -22,7 +22,7 @@ from ...core.vocabulary.errors import CheckpointError
 from ...parallel.exchange_state import load_exchange_state, residual_layout
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.model import DistributedModel
-from ...parallel.pipeline.apply import refuse_open_batch, saved_elsewhere
+from ...parallel.pipeline.apply import refuse_open_batch
 from ...parallel.precision.passes import loss_scale_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
@@ -106,7 +106,9 @@ class _Loading:
         """By name in the checkpoint: what this rank needs of it."""
         self.splits: dict[str, Split] = {}
         """Splits of those of `references` that are parts of what the checkpoint has."""
-        self._elsewhere = {name: saved_elsewhere(each) for name, each in training.modules.items()}
+        self._elsewhere = {
+            name: DistributedModel.of(each).saved_elsewhere() for name, each in training.modules.items()
+        }
         self._absent = {
             self._names[id(parameter)]
             for name, module in training.modules.items()

@@ -24,7 +24,6 @@ from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECK
 from ...parallel.exchange_state import exchange_state
 from ...parallel.frozen.frozen_weight import FrozenWeight
 from ...parallel.model import DistributedModel
-from ...parallel.pipeline.apply import saved_elsewhere
 from ...parallel.precision.passes import loss_scale_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
@@ -174,7 +173,7 @@ def read_state(training: Training, here: World) -> TrainingState:
     stepped = {name for name, each in weights.tensors.items() if _memory(each) in memory} | set(states.tensors)
     return TrainingState(
         {**weights.tensors, **states.tensors}, shared, own.tensors, mine, frozenset(stepped), splits,
-        any(map(saved_elsewhere, training.modules.values())), of_first,
+        any(DistributedModel.of(each).saved_elsewhere() for each in training.modules.values()), of_first,
         _digest_copies(training, weights.tensors, splits),
     )  # fmt: skip
 
@@ -200,7 +199,7 @@ def _encode_module(
     name: str, module: nn.Module, splits: Mapping[str, Split], weights: TensorsAside
 ) -> dict[str, Any]:
     """Return a module's state as JSON, in its own order. What another rank saves is `ELSEWHERE`."""
-    live, elsewhere = dict(get_model_state_dict(module)), saved_elsewhere(module)
+    live, elsewhere = dict(get_model_state_dict(module)), DistributedModel.of(module).saved_elsewhere()
     for key, value in live.items():
         if isinstance(value, FrozenWeight) and f"{name}/{key}" in splits:
             raise CheckpointError(

@@ -42,12 +42,14 @@ from ....comm.codecs.registry import packer_of
 from ....comm.world.world import World
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.errors import PlanError
+from ....core.vocabulary.rules import MOST_ZERO
 from ....core.vocabulary.spec import Plan
 from ...blocks import repeated_blocks
 from ...data.buffers import BufferSync
 from ...frozen.frozen_weight import FrozenWeight
+from ...model import Strategy
 from ...optim.bf16_parameters import narrowable
-from ...split import carry_marks
+from ...split import carry_marks, is_of_expert
 from .checks import refuse_mixed_types, refuse_unshardable
 from .comm_coded import CodedAllGather, CodedReduceScatter
 from .optimizers import StepOneByOne, move_to_shards, refuse_by_trial, support_fused
@@ -184,15 +186,38 @@ def stored_parts_shown(model: nn.Module) -> Iterator[None]:
             del module._modules[name]
 
 
-def check_shardable(
+class FullySharded(Strategy):
+    """Stage 3: parameters, gradients and states in shards. Experts, and parameters of other stages, stay whole."""
+
+    takes_own_parameters = True
+
+    def is_asked(self) -> bool:
+        """At stage 3, where there are several ranks."""
+        return self.plan.zero == MOST_ZERO and self.mesh.here.size > 1
+
+    def check(self) -> None:
+        """Raise `ConfigError` for a module, parameter or optimizer that cannot be sharded, by name."""
+        _check_shardable(self.mesh.replicas, self.model, self.optimizers, self.plan, self.mesh.copies)
+
+    def apply(self) -> None:
+        """Shard what this rank has, where other ranks have the same."""
+        if self.mesh.replicas.size == 1:
+            return
+        named = self.distributed.parameters_here(self.model)
+        own = {each for _, each in named if not is_of_expert(each)}
+        others = [each for each in self.model.parameters() if each not in own]
+        sharded = shard_parameters(
+            self.mesh.replicas, self.model, self.optimizers, self.plan, copies=self.mesh.copies, leave=others
+        )
+        if self.setup.after_sharding is not None:
+            self.setup.after_sharding()
+        vars(self.model)["_farandole_sharded"] = self.distributed.sharded = sharded
+        self.distributed.exchange = sharded
+
+
+def _check_shardable(
     here: World, model: nn.Module, optimizers: Sequence[Optimizer], plan: Plan, copies: int
 ) -> None:
-    """Raise what stands against stage 3; to be called by all ranks before anything is sent or changed.
-
-    Raises:
-        ConfigError: a module, parameter or optimizer that cannot be sharded, by name.
-        PlanError: this torch has not what stage 3 needs.
-    """
     refuse_unshardable(here, model)
     support_fused(optimizers)
     units = _units(model)
@@ -217,7 +242,7 @@ def shard_parameters(
     """Shard `model`, which is the same on all ranks, and let `optimizers` step with the shards.
 
     `leave`: parameters that stay as they are: experts, and those of other stages.
-    To be called by all ranks, after `check_shardable`. The model keeps its names; its class becomes a subclass.
+    To be called by all ranks, when it is known that it can be. Names stay; the model's class becomes a subclass.
 
     Raises:
         PlanError: the plan does not fit the hosts of this world.
