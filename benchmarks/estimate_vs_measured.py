@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from farandole.bench.models.bert import Bert
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import resnet50
+from farandole.bench.models import Bert, LanguageModel, resnet50
 from farandole.core.host.process_status import resident_bytes
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
 from farandole.train.memory.optimizers import make_optimizer

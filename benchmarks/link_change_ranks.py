@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.step.contenders import make_contender
+from farandole.bench.models import LanguageModel
+from farandole.bench.step.worker import make_contender
 from models import next_byte_loss, random_bytes
 from shared import worker_parser, write_found
 

@@ -15,8 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import resnet50
+from farandole.bench.models import LanguageModel, resnet50
 
 Loss = Callable[[nn.Module], torch.Tensor]
 """Of a model, on a fixed batch."""

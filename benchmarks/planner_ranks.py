@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.bench.models.language import TransformerBlock
+from farandole.bench.models import TransformerBlock
 from farandole.core.host.process_status import data_bytes
 from farandole.core.vocabulary.degrees import OTHER_SAMPLES
 from farandole.parallel.model import DistributedModel

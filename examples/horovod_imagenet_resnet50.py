@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 import farandole.horovod.torch as hvd
 
 # torchvision.models.resnet50 is the same network.
-from farandole.bench.models.resnet import resnet50
+from farandole.bench.models import resnet50
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--train-dir", type=Path, help="training images (default: random ones)")

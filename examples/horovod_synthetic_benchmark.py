@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import farandole.horovod.torch as hvd
-from farandole.bench.models.cnn import SmallCNN
-from farandole.bench.models.resnet import resnet50
+from farandole.bench.models import SmallCNN, resnet50
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", choices=["resnet50", "cnn"], default="resnet50")

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import farandole as fd
 from farandole.bench.data import load_text
-from farandole.bench.models.language import LanguageModel
+from farandole.bench.models import LanguageModel
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)

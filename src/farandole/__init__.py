@@ -45,14 +45,14 @@ if _typing.TYPE_CHECKING:
     from .sync.rows.table import RowTable
     from .train.accumulate import accumulate
     from .train.checkpoint.checkpointer import Checkpointer, load, save
+    from .train.chunked_cross_entropy import chunked_cross_entropy
     from .train.data.loader import shard
     from .train.distribute import averaged, distribute
-    from .train.fused.chunked_cross_entropy import chunked_cross_entropy
+    from .train.find_plan import find_plan
     from .train.memory.find_micro_batch import find_micro_batch
     from .train.metrics.gather import gather
-    from .train.noise.noise_scale import NoiseScale, noise_scale
+    from .train.noise_scale import NoiseScale, noise_scale
     from .train.phase import phase
-    from .train.planning.find_plan import find_plan
     from .train.preemption import preempted
     from .train.prefetch import prefetch
     from .train.printing import print  # noqa: A004 - the field's name
@@ -93,14 +93,14 @@ _HOME = {
     "VerificationFailed": "core.vocabulary.errors",
     "accumulate": "train.accumulate",
     "barrier": "train.turns",
-    "chunked_cross_entropy": "train.fused.chunked_cross_entropy",
+    "chunked_cross_entropy": "train.chunked_cross_entropy",
     "context_gather": "parallel.context.apply",
     "context_positions": "parallel.context.apply",
     "context_shard": "parallel.context.apply",
     "averaged": "train.distribute",
     "distribute": "train.distribute",
     "find_micro_batch": "train.memory.find_micro_batch",
-    "find_plan": "train.planning.find_plan",
+    "find_plan": "train.find_plan",
     "freeze": "parallel.frozen.encode_model",
     "gather": "train.metrics.gather",
     "exchange_state": "parallel.exchange_state",
@@ -116,8 +116,8 @@ _HOME = {
     "prefetch": "train.prefetch",
     "print": "train.printing",
     "mean": "train.reduce",
-    "NoiseScale": "train.noise.noise_scale",
-    "noise_scale": "train.noise.noise_scale",
+    "NoiseScale": "train.noise_scale",
+    "noise_scale": "train.noise_scale",
     "notebook": "integrations.notebook",
     "record": "train.record",
     "seed": "train.seed",

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
-from farandole.bench.models.language import LanguageModel
+from farandole.bench.models import LanguageModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, own
 

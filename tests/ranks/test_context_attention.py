@@ -12,7 +12,7 @@ from torch.nn import functional
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.context import block_attention
+from farandole.parallel.context import ring
 from farandole.parallel.context.attention import AttentionCall, DividedAttention, Kind
 from farandole.parallel.context.group import ContextGroup, cut
 from farandole.parallel.mesh import make_mesh
@@ -90,8 +90,8 @@ class Case:
 @ranks(2, 3, 4)
 def test_generated_calls_are_those_of_one_process() -> None:
     group = context_group()
-    before = block_attention.SLICE_BYTES
-    block_attention.SLICE_BYTES = 2048  # so that products go by several slices
+    before = ring.SLICE_BYTES
+    ring.SLICE_BYTES = 2048  # so that products go by several slices
     for seed in range(16):
         torch.manual_seed(seed)
         case = Case(random.Random(seed), group.size)
@@ -102,7 +102,7 @@ def test_generated_calls_are_those_of_one_process() -> None:
                 other = cut(whole, 2, group.rank, group.size)
                 error = float((mine - other).abs().max() / whole.abs().max())
                 assert error <= TOLERANCE[case.dtype], f"{seed}, {kind}: {error}: {case.said}"
-    block_attention.SLICE_BYTES = before
+    ring.SLICE_BYTES = before
 
 
 @pytest.mark.gate_cases("4-dtype1")

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.bench.device_test import engine_check
+from farandole.bench.device_test import worker
 from farandole.bench.device_test.codecs_check import FORMS
-from farandole.bench.device_test.engine_check import check_engine
 from farandole.bench.device_test.subject import Subject
+from farandole.bench.device_test.worker import check_engine
 from farandole.comm import routes as device_route
 from farandole.comm.codecs.packing import BFloat16
 from farandole.comm.codecs.registry import make_codec
@@ -39,7 +39,7 @@ class SimulatedSubject(Subject):
 
 def few(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
     """Let the engine be checked with these codecs alone: a simulated accelerator is slow."""
-    monkeypatch.setattr(engine_check, "FORMS", tuple(form for form in FORMS if form.text in texts))
+    monkeypatch.setattr(worker, "FORMS", tuple(form for form in FORMS if form.text in texts))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

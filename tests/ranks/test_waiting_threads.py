@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.named_ops.channel.channel import ControlChannel
+from farandole.comm.named_ops.channel import ControlChannel
 from farandole.comm.named_ops.control.stall_inspector import main_thread_place
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations import PendingTicket, Request, Ticket

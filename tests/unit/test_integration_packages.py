@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from farandole.core.environ.env import PLAN_FILE
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.integrations.trainer_checkpoints import refuse_inexact_resume
+from farandole.integrations.transformers import refuse_inexact_resume
 from farandole.integrations.weighed_batches import divide
 from farandole.integrations.whole_state import refuse_degrees
 

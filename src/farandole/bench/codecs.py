@@ -19,7 +19,7 @@ from ..comm.messages import Exchange, Exchanged, GroupRank, Message, reduce_scat
 from ..core.vocabulary.codec_spec import CodecSpec
 from .data import load_text
 from .measure.intervals import format_table, least_bytes, median_interval
-from .models.language import LanguageModel
+from .models import LanguageModel
 
 # The result of ``farandole bench codecs`` as a table.
 

@@ -7,58 +7,60 @@ it, in the order of the list.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..comm.autotune.autotuner import Autotuner
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.accelerators import device_of
+from ..comm.reducer.options import ReducerOptions
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.world import World, world
 from ..core.environ.env import read_elastic_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import ConfigError, PlanError
-from ..core.vocabulary.rules import check
+from ..core.vocabulary.rules import MOST_ZERO, check
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
 from .context.apply import ContextParallel
 from .data.balance import SharesOfBatch
 from .data.batch_norm import GlobalStatistics
 from .data.buffers import BufferSync
-from .data.gradients import DataParallel
-from .data.model_changes import ModelGuard, compare_models
-from .data.refuse_models import refuse_renormed, refuse_strangers, refuse_wrong_kinds
+from .data.model_changes import (
+    class_of,
+    compare_models,
+    refuse_renormed,
+    refuse_strangers,
+    refuse_wrong_kinds,
+)
 from .data.whole_state import PartsOfState
-from .expert.apply_expert import ExpertParallel
-from .expert.reducer import ExpertGradients
+from .expert.apply_expert import ExpertGradients, ExpertParallel
 from .frozen.encode_model import FrozenWeights, stored_tensors
 from .global_norm import NormsOfParts
-from .instrument.phase_hooks import PolicyHook, WatchedPasses, end_steps_with, watch_optimizer
+from .instrument.phase_hooks import WatchedPasses
 from .instrument.training_facts import PredictedFacts
 from .mesh import make_mesh
-from .model import DistributedModel, Setup, Strategy
+from .model import DistributeCall, DistributedModel, Strategy
 from .optim.bf16_parameters import Bf16Parameters, widen_parameters
 from .optim.disk_states import StatesOnDisk
 from .optim.elementwise import DividedSteps
 from .optim.one_bit_adam import OneBitAdam
-from .optim.other_optimizers import OtherOptimizers
-from .optim.step_hooks import BeforeStep, Clipping
 from .optim.sync_policy import MakePolicy, SyncPolicy
+from .optimizer_step import OptimizerSteps, RareMeetings
 from .pipeline.apply import PipelineParallel
 from .precision.passes import MixedPrecision
 from .recompute import Recompute, stop_recomputing
 from .seeds import SeededPasses
+from .split import is_of_expert
 from .tensor.apply_tensor import TensorParallel
 from .train_schedule import StagedTraining
 from .zero.fsdp.shard import FullySharded
-from .zero.sharded_step import ShardedStep
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
@@ -96,34 +98,34 @@ def distribute(
     if mesh.replicas.size > 1 and (sync.exchanges_gradients or sync.is_server):
         refuse_renormed(model)
     distributed = DistributedModel(plan, mesh)
-    setup = Setup(distributed, model, optimizers, given, make_policy)
+    call = DistributeCall(distributed, model, optimizers, given, make_policy)
     asked = []
-    for strategy in [kind(setup) for kind in STRATEGIES]:
+    for strategy in [kind(call) for kind in STRATEGIES]:
         if strategy.is_asked():
             strategy.check()
             asked.append(strategy)
-    for each in asked:
-        each.prepare()
+    for strategy in asked:
+        strategy.prepare()
     if here.size > 1:
         broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
         for each in optimizers:
             broadcast_optimizer(here, each)
     here.session.stall_seconds = plan.stall_seconds
-    late = [each for each in asked if each.takes_own_parameters]
+    late = [strategy for strategy in asked if strategy.takes_own_parameters]
     if mesh.size("pipeline") == 1:
         _apply(asked, asked)
     else:
-        setup.when_cut = partial(_apply, late, asked)
-        _apply([each for each in asked if each not in late], [])
+        call.when_cut = partial(_apply, late, asked)
+        _apply([strategy for strategy in asked if strategy not in late], [])
     distributed.stands_for(model)
     return model, optimizer
 
 
 def _apply(strategies: Sequence[Strategy], to_finish: Sequence[Strategy]) -> None:
-    for each in strategies:
-        each.apply()
-    for each in to_finish:
-        each.finish()
+    for strategy in strategies:
+        strategy.apply()
+    for strategy in to_finish:
+        strategy.finish()
 
 
 def undistribute(model: nn.Module) -> None:
@@ -164,91 +166,27 @@ def local_policies(here: World) -> list[SyncPolicy]:
     return [policy for policy in found if policy is not None and policy.is_local]
 
 
-class RareMeetings(Strategy):
-    """The plan's `sync`: ranks train on their own between meetings, after the plan's first steps."""
+class DataParallel(Strategy):
+    """Gradients are exchanged while backward runs; at stages 1 and 2 of ZeRO a rank gets its rows of the sums."""
 
     takes_own_parameters = True
 
     def is_asked(self) -> bool:
-        """Where ranks do not agree in every step; in a world of one where what they agree on is no plain mean."""
-        sync = SyncSpec.parse(self.plan.sync)
-        is_rare = not sync.is_every_step and (self.mesh.here.size > 1 or not sync.is_plain_mean)
-        return self.setup.make_policy is not None and is_rare
+        """Below stage 3, where several ranks have the same parameters and agree in each step."""
+        return self.plan.zero < MOST_ZERO and self.distributed.exchanges
 
     def apply(self) -> None:
-        """Let a policy have its turn in each step."""
-        own, model, plan, replicas = self.distributed, self.model, self.plan, self.mesh.replicas
-        assert self.setup.make_policy is not None, "asked above"
-        buffers = BufferSync(replicas, model) if plan.buffers == "mean" else None
-        seen = weakref.ref(own)  # which keeps the policy
-        end = partial(_end_every_step, seen) if SyncSpec.parse(plan.sync).exchanges_gradients else None
-        policy = own.policy = self.setup.make_policy(
-            replicas, model, self.optimizers, plan, buffers=buffers, end_every_step=end,
-            tuner=partial(_tuner_of, seen),
-        )  # fmt: skip
-        others = OtherOptimizers(model, self.optimizers, policy)
-        own.hooks += [
-            *others.hooks,
-            model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict)),
-            model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded)),
-        ]
-
-
-def _end_every_step(seen: weakref.ref[DistributedModel]) -> None:
-    distributed = seen()
-    if distributed is not None:
-        distributed.end_every_step()
-
-
-def _tuner_of(seen: weakref.ref[DistributedModel]) -> Autotuner | None:
-    distributed = seen()
-    return None if distributed is None or distributed.reducer is None else distributed.reducer.tuner
-
-
-class OptimizerSteps(Strategy):
-    """Before each step gradients that did not travel yet do, and are clipped; afterwards the step is counted."""
-
-    takes_own_parameters = True
-
-    def is_asked(self) -> bool:
-        """Always."""
-        return True
-
-    def apply(self) -> None:
-        """Hook the optimizers, in the order that a step needs."""
-        own, plan, here, model = self.distributed, self.plan, self.mesh.here, self.model
-        listener, sharded, passes = own.listener, own.sharded, own.passes
-        scale = None if passes is None else passes.scale
-        if passes is not None and scale is not None and listener is not None:
-            listener.call_after_exchange(passes.look_at_gradients)
-            passes.stand_ins = passes.stand_ins if sharded is None else sharded.stand_ins
-        guard = ModelGuard(model, None if sharded is None else sharded.stand_ins)
-        if listener is not None:
-            listener.before_forward = guard.check
-        clipping = None
-        if plan.clip_norm is not None:
-            in_steps = plan.zero == 0 and scale is None and not plan.bf16_parameters
-            clipping = Clipping(plan.clip_norm, self.optimizers, own.exchange, in_steps=in_steps)
-            own.hooks += clipping.hooks
-        steps: list[ShardedStep] = []
-        for each in self.optimizers:
-            if isinstance(listener, GradientReducer) and isinstance(each, OneBitAdam):
-                each.attach(listener, dict(model.named_parameters()))
-            watch_optimizer(each, here)
-            before = BeforeStep(
-                self.mesh.replicas, each, own.exchange, clipping=clipping, scale=scale, model=guard,
-                models=DistributedModel.all, policy=own.policy,
-            )  # fmt: skip
-            own.hooks.append(each.register_step_pre_hook(before))
-            if own.policy is not None:
-                own.hooks.append(end_steps_with(each, before.meet))
-            if clipping is not None:
-                own.hooks.append(each.register_step_post_hook(clipping.after))
-            if isinstance(listener, GradientReducer) and listener.mesh is not None:
-                steps.append(ShardedStep(each, listener, listener.mesh))
-            if scale is not None:
-                own.hooks.append(each.register_step_post_hook(before.after))
-        own.sharded_steps = steps
+        """Exchange the gradients of all parameters but those of experts that are divided."""
+        replicas, own = self.mesh.replicas, self.distributed
+        shards = None
+        if self.plan.zero:
+            assert replicas.group is not None, "a world of one divides nothing"
+            shards = DeviceMesh.from_group(replicas.group, replicas.device.type, mesh_dim_names=("shard",))
+        named = [(name, each) for name, each in own.parameters_here(self.model) if not is_of_expert(each)]
+        options = ReducerOptions(model=class_of(self.model), mesh=shards, is_compared=own.is_whole)
+        own.reducer = own.exchange = GradientReducer(replicas, named, self.plan, options)
+        if self.plan.buffers == "mean":
+            own.reducer.add_extra_tensors(BufferSync(replicas, self.model))
 
 
 STRATEGIES: tuple[type[Strategy], ...] = (

@@ -175,7 +175,7 @@ _known: weakref.WeakKeyDictionary[nn.Module, DistributedModel] = weakref.WeakKey
 
 
 @dataclass(eq=False)
-class Setup:
+class DistributeCall:
     """What one call of `distribute` is about, and what its strategies tell each other."""
 
     distributed: DistributedModel
@@ -198,7 +198,7 @@ class Setup:
 class Strategy:
     """One thing that a plan asks of a model, made for one call of `distribute`.
 
-    None imports another: what two must know of each other is a field of `Setup`, or of the model's owner. All
+    None imports another: what two must know of each other is a field of the call, or of the model's owner. All
     methods are called on all ranks.
     """
 
@@ -207,10 +207,10 @@ class Strategy:
     takes_own_parameters: ClassVar[bool] = False
     """Whether it is for the parameters of this rank: with a pipeline it is applied at the first step."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup, self.distributed = setup, setup.distributed
-        self.model, self.optimizers = setup.model, setup.optimizers
-        self.plan, self.mesh = setup.distributed.plan_and_mesh
+    def __init__(self, call: DistributeCall) -> None:
+        self.call, self.distributed = call, call.distributed
+        self.model, self.optimizers = call.model, call.optimizers
+        self.plan, self.mesh = call.distributed.plan_and_mesh
 
     def is_asked(self) -> bool:
         """Whether the plan asks for it; by `keys`, where a strategy does not say otherwise."""

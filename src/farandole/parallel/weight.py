@@ -15,8 +15,8 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError, Mismatch
 from ..core.vocabulary.rank_lists import name_ranks
-from .apply import local_policies
 from .context.context import Context
+from .distribute import local_policies
 
 
 def weight(count: float | torch.Tensor | None) -> float:

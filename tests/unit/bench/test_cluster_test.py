@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.bench.cluster_test import collectives_check
+from farandole.bench.cluster_test import worker
 from farandole.bench.cluster_test.cluster_test import Proof, check_rate
-from farandole.bench.cluster_test.collectives_check import KINDS, SIZES, CollectiveCase, cases, check, inputs
+from farandole.bench.cluster_test.worker import KINDS, SIZES, CollectiveCase, cases, check, inputs
 from farandole.bench.measure.follow_job import account_of, read_message
 from farandole.cli.commands.cluster_test import make_parser, page, run_words
 from farandole.cli.options.cluster_options import with_slots
@@ -91,7 +91,7 @@ def test_a_wrong_exchange_is_a_fault_that_names_the_element(monkeypatch: pytest.
         received[17] += 1
         return received, rows[0]
 
-    monkeypatch.setitem(collectives_check.KINDS, "broadcast", spoilt)
+    monkeypatch.setitem(worker.KINDS, "broadcast", spoilt)
     world: Any = SimpleNamespace(group=object(), device=torch.device("cpu"), size=2, rank=0)
     fault = check(CollectiveCase("broadcast", torch.float32, 1000), world, {})
     assert fault.startswith("broadcast of 1,000 float32: 1 of 1000 numbers are wrong, the first is element 17")

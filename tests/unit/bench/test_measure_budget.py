@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.bench.cluster.overlap import _next_count
 from farandole.bench.cluster.rounds import SHARES, PhaseBudget
+from farandole.bench.cluster.worker import _next_count
 from farandole.core.host.process_status import CoreTime, busy_machines
 
 

@@ -26,7 +26,7 @@ from farandole.comm.world.world import World
 from farandole.core.cluster.cluster import collective_work
 from farandole.core.cluster.compare import compare_clusters
 from farandole.core.cluster.limits import check_cluster
-from farandole.train.analysis.flops import flops_of
+from farandole.train.analysis.record import flops_of
 from tests.unit.core.test_cluster_file import small_cluster
 
 LATENCY, RATE = 4e-5, 1.2e9

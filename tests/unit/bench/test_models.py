@@ -6,11 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench.models.bert import Bert
-from farandole.bench.models.cnn import SmallCNN
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import resnet50
-from farandole.bench.models.vgg import vgg16
+from farandole.bench.models import Bert, LanguageModel, SmallCNN, resnet50, vgg16
 from farandole.bench.step.contender_names import MODELS
 from farandole.bench.step.workloads import WORKS, parameters_of
 

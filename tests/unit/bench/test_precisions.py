@@ -8,7 +8,7 @@ from torch import nn
 
 from farandole.bench.step import worker
 from farandole.bench.step.contender_names import PRECISIONS
-from farandole.bench.step.contenders import Contender
+from farandole.bench.step.worker import Contender
 from farandole.comm.world.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

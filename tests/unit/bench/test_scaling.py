@@ -17,16 +17,17 @@ import pytest
 from farandole.bench.measure import launch_ranks
 from farandole.bench.measure.intervals import nested_interval, nested_ratio
 from farandole.bench.measure.machine import busy_note, has_16_bits, machine_facts, machine_line
-from farandole.bench.measure.warmup_detection import drifts, settle
 from farandole.bench.scaling import scaling
 from farandole.bench.scaling.scaling import (
     MeasuredRun,
     ScalingCase,
     compare,
+    drifts,
     make_cases,
     read_changes,
     read_measured,
     read_sizes,
+    settle,
     to_words,
 )
 from farandole.bench.scaling.table import chart, format_scaling, write_html

@@ -13,7 +13,7 @@ import pytest
 
 from farandole.cli import main as cli_main
 from farandole.cli.commands import run as run_command
-from farandole.cli.options.check_build import check_build
+from farandole.cli.commands.run import check_build
 from farandole.cli.options.horovod_flags import FLAGS
 from farandole.cli.options.horovod_settings import HorovodSettings, read_settings
 from farandole.cli.options.host_options import read_elastic_options, read_host_list, read_ssh_options

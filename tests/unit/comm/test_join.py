@@ -7,7 +7,7 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.channel.channel import Frame
+from farandole.comm.named_ops.channel import Frame
 from farandole.comm.named_ops.control.join import Joins, PendingJoin
 
 

@@ -9,8 +9,8 @@ import torch
 
 from farandole.comm.codecs.codec import is_finite, without_overflow
 from farandole.comm.codecs.error_feedback import FeedbackState, MomentumState
-from farandole.comm.codecs.exact import Exact
 from farandole.comm.codecs.quantize import Draws
+from farandole.comm.codecs.registry import Exact
 from farandole.comm.messages import (
     ONE_ROUND_BYTES,
     Encoded,

@@ -19,9 +19,8 @@ from farandole.core.cluster.cluster import (
     Tier,
     collective_work,
 )
-from farandole.core.cluster.cluster_file import read_cluster, write_cluster
+from farandole.core.cluster.cluster_file import number_text, read_cluster, write_cluster
 from farandole.core.cluster.compare import compare_clusters, figures_of, is_changed
-from farandole.core.cluster.encode import number_text
 from farandole.core.vocabulary.errors import ConfigError
 
 

@@ -13,7 +13,7 @@ import pytest
 from farandole.core.environ.env import ElasticSettings
 from farandole.core.vocabulary.errors import LaunchError
 from farandole.core.wire.framing import FrameError
-from farandole.launch.elastic import channel, control
+from farandole.launch.elastic import control, workers
 from farandole.train.elastic import ControlConnection
 
 KEY = b"k" * 32
@@ -51,7 +51,7 @@ class Board:
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
         self.secret = control.make_secret()
-        self.board = channel.Switchboard("127.0.0.1", self.secret, self.selector)
+        self.board = workers.Switchboard("127.0.0.1", self.secret, self.selector)
         self.heard: list[tuple[int | None, control.Frame]] = []
 
     def turn(self, seconds: float = 0.05) -> None:
@@ -96,7 +96,7 @@ def test_strangers_are_hung_up_on(board: Board, monkeypatch: pytest.MonkeyPatch)
         assert unknown.recv(1024)[-1:] != b""  # the welcome, sealed
         assert unknown.recv(1) == b""
         assert silent.recv(16) != nonce
-        monkeypatch.setattr(channel, "HELLO_SECONDS", 0.0)
+        monkeypatch.setattr(workers, "HELLO_SECONDS", 0.0)
         board.turn()
         assert silent.recv(1) == b""
     assert not board.board.channels

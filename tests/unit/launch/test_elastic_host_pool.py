@@ -14,7 +14,6 @@ from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import PLAN, Crash
 from farandole.core.wire.framing import pack_frame
 from farandole.launch.elastic.control import Frame
-from farandole.launch.elastic.this_machine import LocalHostPool
 from farandole.launch.elastic.worker_host import WorkerHost
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.hosts import Host, HostFinder, HostSlots
@@ -23,6 +22,7 @@ from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
 from farandole.launch.ssh.link.protocol import own_versions
 from farandole.launch.ssh.link.remote_shell import HostSetup
 from farandole.launch.ssh.remote_job import RemoteJobSpec
+from farandole.launch.start.elastic import LocalHostPool
 from farandole.launch.supervise.failure import Exit
 
 # Plays an agent: says what it is given, a frame after the other, and stays.

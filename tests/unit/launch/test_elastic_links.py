@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farandole.launch.elastic.links import LinkFaults
+from farandole.launch.elastic.roster import LinkFaults
 from farandole.train import elastic as elastic_worker
 from farandole.train.elastic import MOST_CALLS, ElasticWorker, unreachable
 from tests.unit.launch.test_elastic_roster import Job

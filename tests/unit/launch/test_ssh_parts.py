@@ -16,7 +16,6 @@ from farandole.core.host.interfaces import Address, choose, own_addresses, towar
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.core.wire.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.job.variables import forwarded_variables
 from farandole.launch.ssh.agent.files import FileTaker, file_frames
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.link.host_failure import explain, explain_loss
@@ -30,6 +29,7 @@ from farandole.launch.ssh.link.remote_shell import (
     ssh_command,
 )
 from farandole.launch.ssh.remote_job import RemoteJobSpec
+from farandole.launch.start.placing import forwarded_variables
 from tests.hostile import hostile_texts
 
 CORPUS = hostile_texts(1200)

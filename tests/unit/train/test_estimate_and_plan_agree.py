@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench.models.cnn import SmallCNN
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import resnet50
+from farandole.bench.models import LanguageModel, SmallCNN, resnet50
 from farandole.plan.answer.text import DividedModel
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES, Setting, memory_of
 from farandole.train.analysis.analyse import analyse

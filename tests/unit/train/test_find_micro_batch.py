@@ -15,9 +15,9 @@ from torch import nn
 
 import farandole as fd
 from farandole.cli.main import run
-from farandole.train.memory import search
+from farandole.train.memory import find_micro_batch
 from farandole.train.memory.batches import zeros_of
-from farandole.train.memory.search import largest_that_fits, micro_batches, run_in_child
+from farandole.train.memory.find_micro_batch import largest_that_fits, micro_batches, run_in_child
 from farandole.train.memory.trial import TrialRequest, TrialResult
 
 HERE = "tests.unit.train.test_find_micro_batch"
@@ -71,7 +71,7 @@ def test_the_search_finds_every_limit(monkeypatch: pytest.MonkeyPatch) -> None:
             def trial(request: TrialRequest, _: float, limit: int = limit) -> TrialResult:
                 return TrialResult(request.samples, fits=request.samples <= limit)
 
-            monkeypatch.setattr(search, "run_in_child", trial)
+            monkeypatch.setattr(find_micro_batch, "run_in_child", trial)
             trials = largest_that_fits(TrialRequest("", 0), sizes, trial_seconds=1)
             tried = [each.samples for each in trials]
             assert max(each.samples for each in trials if each.fits) == limit, f"{limit} of {sizes}"

@@ -13,8 +13,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from farandole.bench.models.language import LanguageModel
-from farandole.bench.models.resnet import Bottleneck
+from farandole.bench.models import Bottleneck, LanguageModel
 from farandole.parallel.blocks import repeated_blocks
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
 from farandole.train.memory.optimizers import OPTIMIZERS, optimizer_facts

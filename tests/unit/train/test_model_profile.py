@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
-from farandole.bench.models.resnet import Bottleneck
+from farandole.bench.models import Bottleneck
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.model.profile_file import profile_to_mapping, read_profile, write_profile

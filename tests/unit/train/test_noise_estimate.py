@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from farandole.train.noise.noise_scale import NoiseEstimate
+from farandole.train.noise_scale import NoiseEstimate
 
 G = (3.0, -1.0, 0.5, 2.0)
 """A true gradient: its square is 14.25."""

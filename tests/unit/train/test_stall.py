@@ -19,8 +19,15 @@ from torch.utils.data import DataLoader, Dataset
 import farandole as fd
 from farandole.core.failures import Position
 from farandole.core.vocabulary.spec import Plan
-from farandole.train.stall.call_stack import Stack, find_operation, find_pause, find_place, read_stack
-from farandole.train.stall.sampler import STILL_SAMPLES, Sampler
+from farandole.train.stall.sampler import (
+    STILL_SAMPLES,
+    Sampler,
+    Stack,
+    find_operation,
+    find_pause,
+    find_place,
+    read_stack,
+)
 from farandole.train.stall.watcher import FIRST_STEPS, Pace, StallWatcher
 
 DEFAULT = Plan().stall_seconds

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import farandole as fd
 
 from ..data import load_idx_images, load_text
-from ..models.cnn import SmallCNN
-from ..models.language import LanguageModel
+from ..models import LanguageModel, SmallCNN
 
 CONTEXT = 128
 

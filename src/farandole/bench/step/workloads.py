@@ -12,13 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from ..models.bert import VOCABULARY as BERT_VOCABULARY
-from ..models.bert import Bert
-from ..models.cnn import SmallCNN
-from ..models.language import LanguageModel
-from ..models.mlp import mlp
-from ..models.resnet import resnet50
-from ..models.vgg import vgg16
+from ..models import BERT_VOCABULARY, Bert, LanguageModel, SmallCNN, mlp, resnet50, vgg16
 
 Batch = tuple[torch.Tensor, ...]
 

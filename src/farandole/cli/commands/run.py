@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -109,8 +110,6 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
     if options.check_build:
-        from ..options.check_build import check_build
-
         print(check_build())
         return 0
     if options.on not in (None, "ray"):
@@ -272,3 +271,33 @@ def _summarise(options: argparse.Namespace, directory: Path, outcome: Outcome) -
 
             _say(notes_of_unrecorded(directory, outcome, was_wanted=options.record))
             write_notice(f"done in {format_seconds(outcome.seconds)}; logs in {directory / 'logs'}")
+
+
+# ``farandole run --check-build``: what there is, in the layout that tools which call horovodrun read.
+
+
+def check_build() -> str:
+    """Return the page."""
+    torch, gloo, nccl = _torch()
+    tensorflow = importlib.util.find_spec("tensorflow") is not None
+    sections = {
+        "Available Frameworks": {"TensorFlow": tensorflow, "PyTorch": torch, "MXNet": False},
+        "Available Controllers": {"MPI": False, "Gloo": gloo},
+        "Available Tensor Operations": {"NCCL": nccl, "DDL": False, "CCL": False, "MPI": False, "Gloo": gloo},
+    }
+    lines = [f"Farandole v{VERSION}:"]
+    for title, entries in sections.items():
+        lines += ["", f"{title}:"]
+        lines += [f"    [{'X' if there else ' '}] {name}" for name, there in entries.items()]
+    return "\n".join(lines)
+
+
+def _torch() -> tuple[bool, bool, bool]:
+    """Return whether torch is there, and its gloo and NCCL backends."""
+    if importlib.util.find_spec("torch") is None:
+        return False, False, False
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return True, False, False
+    return True, dist.is_gloo_available(), dist.is_nccl_available()

@@ -24,7 +24,7 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
 from ..device.streams import streams_of
 from ..transport.comm_thread import BucketWork
-from .channel.channel import NUMBER_MASK
+from .channel import NUMBER_MASK
 
 # The signature of a named operation, which its members compare, and its encoding.
 #

@@ -14,20 +14,28 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.gradients.grad_ownership import zero_missing_grads
+from ...comm.reducer.reducer import GradientReducer
+from ...comm.world.world import World
+from ...parallel.instrument.find_model import ModelFinder
+from ...parallel.instrument.phase_hooks import watch_model, watch_optimizer
+from ...train.data.loader_watch import watch_loaders
 from ...train.verify.verification_run import VerificationRun
 from ..common.applied_plan import apply_plan
 from ..common.compression import check_compression
 from ..common.process_sets import ProcessSet, global_process_set
 from ..common.util import split_list  # noqa: F401 - scripts import names of Horovod from here
 from . import mpi_ops
-from .compression import Compression
+from .compression import Compression, codec_for
 from .mpi_ops import (  # noqa: F401 - the same
     Adasum,
     Average,
@@ -40,12 +48,65 @@ from .mpi_ops import (  # noqa: F401 - the same
     sparse_allreduce_async,
     synchronize,
 )
+from .ops.allreduce import ReduceOptions, begin_allreduce
 from .optim.adasum_optimizer import make_adasum_optimizer
 from .optim.applied_plan import clip_gradients, refuse_for_adasum
 from .optim.gradient_exchange import GradientExchange, Settings
-from .optim.optimizer_attributes import HorovodAttributes
-from .optim.optimizer_names import EARLY, Names, check_passes, choose_groups, name_parameters
-from .optim.training_watch import TrainingWatch
+from .optim.optimizer_names import EARLY, Names, check_passes, choose_groups, find_duplicates, name_parameters
+
+# Attributes of Horovod's distributed optimizer that programs read beside its methods; most are private there.
+
+
+class HorovodAttributes:
+    """What `DistributedOptimizer` has of Horovod's names; nothing of ours reads them."""
+
+    _exchange: GradientExchange
+
+    find_duplicates = staticmethod(find_duplicates)
+
+    @property
+    def sparse_as_dense(self) -> bool:
+        """Whether sparse gradients travel as dense ones."""
+        return self._exchange.settings.sparse_as_dense
+
+    @property
+    def _compression(self) -> Any:
+        return self._exchange.settings.compression
+
+    @property
+    def _groups(self) -> list[list[torch.Tensor]] | None:
+        by_name = {name: parameter for parameter, name in self._exchange.names.items()}
+        groups = [[by_name[name] for name in group] for group in self._exchange.settings.groups]
+        return groups or None
+
+    @property
+    def _allreduce_delay(self) -> dict[torch.Tensor, int]:
+        """Backward passes until each gradient is exchanged."""
+        return self._exchange.passes_due()
+
+    @property
+    def _grad_accs(self) -> list[Any]:
+        """Horovod's own hooks hang on these; ours do not."""
+        return []
+
+    def _register_hooks(self) -> None:
+        """Do nothing: hooks are made with the optimizer, and anew in a world that is new."""
+
+    def _allreduce_grad_async(self, p: torch.nn.Parameter) -> tuple[int, Any]:
+        """Begin an allreduce of one gradient, beside what the optimizer does; return handle and context."""
+        zero_missing_grads([p])
+        assert p.grad is not None, "just given"
+        settings, name = self._exchange.settings, self._exchange.names[p]
+        small, context = settings.compression.compress(p.grad)
+        handle = begin_allreduce(
+            [small],
+            [f"allreduce.{name}"],
+            ReduceOptions(settings.op, process_set=settings.process_set),
+            in_place=True,
+            codecs=[codec_for(settings.compression, small)],
+        )
+        return handle, context
+
 
 O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
@@ -308,3 +369,48 @@ def DistributedOptimizer(  # noqa: N802 - the name and the arguments that script
     mpi_ops.size()  # raises when there is no world
     made._attach()
     return cast(O, made)
+
+
+# Records of a training with `DistributedOptimizer`: the model and its data loaders are found automatically.
+#
+# The steps are the optimizer's; the model is found when it is first called, so the first forward pass is not seen.
+# Waits for batches are those of all of torch's loaders; one of another kind is shown by ``farandole.record(model,
+# optimizer, loader)``.
+
+
+class TrainingWatch:
+    """What is recorded of one distributed optimizer, through all the worlds it lives in."""
+
+    def __init__(self) -> None:
+        self._model: weakref.ref[nn.Module] | None = None
+        self._finder: ModelFinder | None = None
+        self._reducer: weakref.ref[GradientReducer] | None = None
+
+    def attach(
+        self,
+        optimizer: Optimizer,
+        here: World,
+        reducer: GradientReducer | None,
+        parameters: Sequence[torch.Tensor],
+    ) -> None:
+        """Record in a world that is new."""
+        watch_optimizer(optimizer, here)
+        watch_loaders(here)
+        self._reducer = None if reducer is None else weakref.ref(reducer)
+        model = None if self._model is None else self._model()
+        if model is not None:
+            self._found(model)
+        elif self._finder is None:
+            watch = weakref.WeakMethod(self._found)
+            self._finder = ModelFinder(parameters, lambda found: _tell(watch, found))
+            weakref.finalize(self, self._finder.close)
+
+    def _found(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        watch_model(model, None if self._reducer is None else self._reducer())
+
+
+def _tell(watch: weakref.WeakMethod[Any], model: nn.Module) -> None:
+    found = watch()
+    if found is not None:
+        found(model)

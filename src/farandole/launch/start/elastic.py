@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +11,9 @@ from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ..elastic.driver import ElasticJob
 from ..elastic.options import ElasticOptions
-from ..elastic.this_machine import LocalHostPool
-from ..elastic.worker_host import HostPool
+from ..elastic.worker_host import HostPool, Reports
+from ..elastic.workers import Workers
+from ..job.contract import JobSpec, RankSpec
 from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots
 from ..job.placement import available_cores, threads_per_rank
 from ..output.rank_output import Output
@@ -20,6 +21,7 @@ from ..ssh.elastic_host import SshHostPool
 from ..ssh.link.remote_shell import connecting_command
 from ..ssh.remote_job import RemoteJobSpec
 from ..supervise.job_loop import Outcome
+from ..supervise.reaper import Reaper
 from .placing import PlacedJob, chosen_variables, command_there, find_hosts, host_setup, variables_there
 from .request import JobRequest
 from .start import Status, make_job, open_run, run_recorded
@@ -74,3 +76,45 @@ def _fixed_hosts(request: JobRequest, options: ElasticOptions) -> Sequence[HostS
             remedy="add --host-discovery-script, --hostfile or -H a:2,b:2",
         )
     return emulated or [HostSlots("localhost", request.size or options.max_ranks or options.min_ranks)]
+
+
+# Hosts that are this machine: under several names, or as namespaces that ``farandole emulate`` made of it.
+
+
+Locate = Callable[[str], HostNamespaces | None]
+"""Finds the namespaces of a host; None: this machine. Raises `FarandoleError` for a host it cannot reach."""
+
+
+class LocalHostPool:
+    """Takes every name for this machine, or for a host that `locate` finds on it."""
+
+    def __init__(
+        self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str],
+        locate: Locate = lambda name: None,
+    ) -> None:  # fmt: skip
+        """Workers reach us at the job's address."""
+        self._command, self._job, self._environment, self._locate = command, job, environment, locate
+        self._reaper: Reaper | None = None
+        self._machine: Workers | None = None
+
+    def hosts_are(self, names: Collection[str]) -> None:
+        """All are here."""
+
+    def reach(self, name: str, slots: int, reports: Reports) -> Workers:
+        """Return this machine, whatever `name` is; raise what `locate` raises."""
+        self._locate(name)
+        if self._reaper is None:
+            self._reaper = Reaper(say=reports.say)
+        if self._machine is None or not self._machine.is_open:
+            self._machine = Workers(
+                self._command, self._job, self._environment, self._reaper, reports=reports, place=self._place
+            )
+        return self._machine
+
+    def _place(self, host_name: str) -> RankSpec:
+        return RankSpec(0, 1, 0, 1, host=self._locate(host_name))
+
+    def close(self) -> None:
+        """Let the reaper go; the driver has closed the one host there is."""
+        if self._reaper is not None:
+            self._reaper.dismiss()

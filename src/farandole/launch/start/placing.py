@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...core.environ.env import inherited_environment
+from ...core.environ.env import (
+    CORES,
+    ELASTIC,
+    ELASTIC_KEY,
+    ELASTIC_WORKER,
+    HOSTS_FILE,
+    NONCE,
+    PLAN_FILE,
+    RUN_DIRECTORY,
+    SECRET,
+    TYPED,
+    inherited_environment,
+)
 from ...core.launchers.launcher_env import NodeInfo
 from ...core.launchers.node_env import read_node_info
+from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
 from ..job.hosts import LOOPBACK, MOST_SLOTS, Host, HostFinder, HostSlots, LocalHost, need_ssh, rendezvous_address
@@ -24,7 +38,6 @@ from ..job.placement import (
     ranks_per_node,
     threads_per_rank,
 )
-from ..job.variables import forwarded_variables
 from ..ssh.link.frames import MOST_BYTES
 from ..ssh.link.remote_shell import HostSetup, SshOptions, check_name, connecting_command
 from .request import JobRequest, RemoteOptions
@@ -172,3 +185,55 @@ def variables_there(request: JobRequest) -> dict[str, str]:
 def variables_to_send(request: JobRequest) -> dict[str, str]:
     """Return the variables of this environment that ranks on other hosts get."""
     return forwarded_variables(inherited_environment(), request.remote.variables)
+
+
+# Which variables of the launcher's environment ranks elsewhere get (ssh, Ray): a list, and what ``-x`` names.
+#
+# The rest of their environment is their host's own: PATH and HOME for example are the host's.
+
+
+FORWARDED = (
+    "PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "LANG", "TZ", "CUDA_VISIBLE_DEVICES",
+    "CUBLAS_WORKSPACE_CONFIG",
+)  # fmt: skip
+FORWARDED_PREFIXES = (
+    "FARANDOLE_", "HOROVOD_", "OMP_", "MKL_", "KMP_", "GOMP_", "NCCL_", "GLOO_", "UCX_", "TORCH_", "PYTORCH_",
+    "CUDA_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "LC_", "KERAS_", "TF_", "JAX_", "XLA_",
+)  # fmt: skip
+_NOT_TENSORFLOW = (
+    "TF_CLI_", "TF_HTTP_", "TF_TOKEN_", "TF_VAR_",
+)  # fmt: skip
+"""Terraform's: some of them are passwords and tokens. Its other variables that begin with TF_ hold none."""
+_OF_A_HOST = RANK_NAMES | {
+    "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME",  # names differ from host to host: chosen for each
+    "TF_CONFIG",  # of tf.distribute: says which of its hosts this one is
+    RUN_DIRECTORY, PLAN_FILE, HOSTS_FILE, NONCE, SECRET, ELASTIC, ELASTIC_KEY, ELASTIC_WORKER, CORES, TYPED,
+}  # fmt: skip
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def forwarded_variables(environment: Mapping[str, str], asked: Sequence[str] = ()) -> dict[str, str]:
+    """Return what is sent to every host: the list's, then ``NAME`` or ``NAME=VALUE`` as asked.
+
+    Raises `ConfigError` for a name that is none, and for one that is not set here.
+    """
+    chosen = {
+        name: value
+        for name, value in environment.items()
+        if name not in _OF_A_HOST
+        and (name in FORWARDED or name.startswith(FORWARDED_PREFIXES))
+        and not name.startswith(_NOT_TENSORFLOW)
+    }
+    for text in asked:
+        name, equals, value = text.partition("=")
+        if not _NAME.fullmatch(name) or "\0" in value:
+            # Not the value: it may be secret.
+            raise ConfigError(f"-x {name!r}: expected NAME or NAME=VALUE")
+        if name in RANK_NAMES:
+            raise ConfigError(f"-x {name}: every rank is told its own", remedy="leave it out")
+        if not equals:
+            if name not in environment:
+                raise ConfigError(f"-x {name}: it is not set here", remedy=f"-x {name}=VALUE")
+            value = environment[name]
+        chosen[name] = value
+    return chosen

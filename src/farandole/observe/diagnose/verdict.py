@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...core.vocabulary.events import SETUP_CHECKPOINT_ALARM
 from ...core.vocabulary.units import format_seconds, format_share
 from ..figures.figures import mean
 from ..figures.inexact import exchanges_none, few_steps
@@ -18,7 +19,6 @@ from ..read.run_reader import RunRecords, read_run
 from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost
 from .facts.proposals import is_taken
 from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
-from .failed_saves import failed_saves
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
 from .finders.disjoint import make_disjoint, room_of, scaled_to
@@ -252,3 +252,12 @@ def _tuned(records: RunRecords) -> list[str]:
     """Say what `farandole tune` changed while the run went on: its steps are not all of one kind."""
     tuning = read_tuning(records.directory)
     return [] if tuning is None else [f"farandole tune: {verdict_of(tuning)}"]
+
+
+# Checkpoints that were not saved: they cost no time, until the run has to go back to an older one.
+
+
+def failed_saves(records: RunRecords) -> list[str]:
+    """Return a sentence if the last checkpoint of the run was not saved; the ranks say the same."""
+    alarms = [str(each.setup.get(SETUP_CHECKPOINT_ALARM) or "") for each in records.timelines]
+    return [f"ALARM: {alarm}" for alarm in sorted({each for each in alarms if each})[:1]]

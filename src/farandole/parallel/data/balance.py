@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import EQUAL, SPEED, is_unequal, refuse_shares, shares_of
 from ...core.vocabulary.errors import PlanError
-from ..model import Setup, Strategy
+from ..model import DistributeCall, Strategy
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class _Asked(list[BalanceKeys]):
 class SharesOfBatch(Strategy):
     """The plan's `balance`: lets the loaders of a world know what its models ask."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
+    def __init__(self, call: DistributeCall) -> None:
+        super().__init__(call)
         here = self.mesh.here
         self._keys = BalanceKeys(self.plan.balance or EQUAL, self.plan.balance_cap, here.session.steps.done)
         self._asked = here.session.keep(_Asked, _Asked)

@@ -6,20 +6,28 @@ else of the model is data parallel over these ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.batch_weight import BatchWeight
+from ...comm.reducer.options import ReducerOptions
+from ...comm.reducer.reducer import GradientReducer
+from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import SAME_PARAMETERS
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ..data.model_changes import class_of
 from ..mesh import Mesh
 from ..model import Strategy
 from ..optim.one_bit_adam import OneBitAdam
-from ..split import Split, split_in_place, split_of
+from ..optim.step_hooks import StepExchange
+from ..split import Split, is_of_expert, split_in_place, split_of
 from .dispatch import Placed
 from .expert_ranks import ExpertRanks
 from .layer import MixtureOfExperts
@@ -39,13 +47,13 @@ class ExpertParallel(Strategy):
         """Without a degree too: layers of ours count the tokens of all ranks, for their losses and capacity."""
         return self.mesh.here.size > 1 and (
             super().is_asked()
-            or bool(self.setup.divided_blocks)
+            or bool(self.call.divided_blocks)
             or any(isinstance(each, MixtureOfExperts) for each in self.model.modules())
         )
 
     def check(self) -> None:
         """Raise `PlanError` for experts that do not divide, or that need all tokens where a rank has some."""
-        _refuse_divided_tokens(self.model, self.setup.divided_blocks)
+        _refuse_divided_tokens(self.model, self.call.divided_blocks)
         if self.mesh.size("expert") > 1:
             _refuse_experts(self.model, self.optimizers, self.mesh.size("expert"))
 
@@ -61,11 +69,11 @@ class ExpertParallel(Strategy):
         for name, layer in ours:
             layer.last.is_in_pipeline = mesh.size("pipeline") > 1
             layer.last.name, layer.last.ranks, layer.last.token_ranks = name, ranks, None
-        if self.setup.divided_blocks and ours:
+        if self.call.divided_blocks and ours:
             # The ranks of a tensor group have other tokens of one batch.
             wider = _ranks_of(plan, mesh, (*SAME_PARAMETERS, "tensor"))
-            for _, layer in _layers_in(model, self.setup.divided_blocks):
-                layer.last.ranks, layer.last.token_ranks = wider, self.setup.token_ranks
+            for _, layer in _layers_in(model, self.call.divided_blocks):
+                layer.last.ranks, layer.last.token_ranks = wider, self.call.token_ranks
         if degree > 1 and ranks is not None:
             self._divide_all(ours, ranks)
 
@@ -171,3 +179,103 @@ def _report_whole(model: nn.Module) -> None:
     if whole:
         more = f" and {len(whole) - _SHOWN} more" if len(whole) > _SHOWN else ""
         write_notice(f"expert: each rank has all of {', '.join(whole[:_SHOWN])}{more}: this form is not known")
+
+
+# The exchange of gradients where experts are divided: which parameters travel among which ranks.
+#
+# See [Note: gradients of experts] in `expert_ranks`: what the reducer of experts takes is weighed already.
+
+
+class ExpertGradients(Strategy):
+    """The gradients of the experts of a rank meet those of the ranks that have the same ones.
+
+    They travel as they are, whatever the plan's codec is.
+    """
+
+    takes_own_parameters = True
+
+    def is_asked(self) -> bool:
+        """Where several ranks have the same experts, and others have other ones."""
+        mesh = self.mesh
+        return self.distributed.exchanges and mesh.size("expert") > 1 and mesh.size(*_SAME_EXPERTS) > 1
+
+    def apply(self) -> None:
+        """Let a reducer of their own exchange them, beside that of all other parameters."""
+        part = self.mesh.part(*_SAME_EXPERTS)  # made by all ranks: a stage without experts too
+        own = self.distributed
+        experts = [(name, each) for name, each in own.parameters_here(self.model) if is_of_expert(each)]
+        if not experts:
+            return
+        part.session.batch_weight = BatchWeight()
+        exact = replace(self.plan, codec=NONE, codec_for={}, lossy=False)
+        options = ReducerOptions(model=f"{class_of(self.model)}, its experts")
+        assert own.exchange is not None, "there are several replicas"
+        own.exchange = SeveralExchanges(own.exchange, GradientReducer(part, experts, exact, options))
+
+
+_SAME_EXPERTS = ("data", "shard", "context")
+"""The degrees in which ranks differ that have the same experts."""
+
+
+# Several exchanges as one, where some parameters of a model meet those of other ranks than the rest does.
+
+
+class SeveralExchanges:
+    """A `StepExchange` of several, of which the first alone has codecs and weighs the batch."""
+
+    def __init__(self, first: StepExchange, *others: StepExchange) -> None:
+        self._first, self._all = first, (first, *others)
+
+    @property
+    def accumulate(self) -> int:
+        """See `StepExchange`."""
+        return self._first.accumulate
+
+    @property
+    def is_open(self) -> bool:
+        """See `StepExchange`."""
+        return all(each.is_open for each in self._all)
+
+    @property
+    def exchanges_done(self) -> int:
+        """See `StepExchange`."""
+        return sum(each.exchanges_done for each in self._all)
+
+    @property
+    def passes_held(self) -> int:
+        """See `StepExchange`."""
+        return max(each.passes_held for each in self._all)
+
+    @property
+    def share_of_batch(self) -> float:
+        """See `StepExchange`."""
+        return self._first.share_of_batch
+
+    @property
+    def follows_loss_scale(self) -> bool:
+        """See `StepExchange`."""
+        return self._first.follows_loss_scale
+
+    def follow_loss_scale(self, read: Callable[[], float]) -> None:
+        """See `StepExchange`."""
+        self._first.follow_loss_scale(read)
+
+    def flush(self, is_dropped: Callable[[], bool] = lambda: False) -> None:
+        """See `StepExchange`."""
+        for each in self._all:
+            each.flush(is_dropped)
+
+    def exchange_written(self, parameters: Sequence[torch.Tensor]) -> None:
+        """See `StepExchange`."""
+        for each in self._all:
+            each.exchange_written(parameters)
+
+    def note_used(self) -> None:
+        """See `StepExchange`."""
+        for each in self._all:
+            each.note_used()
+
+    def note_step(self) -> None:
+        """See `StepExchange`."""
+        for each in self._all:
+            each.note_step()

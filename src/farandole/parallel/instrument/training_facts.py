@@ -218,7 +218,7 @@ class PredictedFacts(Strategy):
 
     def is_asked(self) -> bool:
         """Where the plan says what it should take, or comes from the script."""
-        return bool(self.plan.predicted) or self.setup.given is not None
+        return bool(self.plan.predicted) or self.call.given is not None
 
     def check(self) -> None:
         """Look what is resident before anything is changed."""
@@ -227,7 +227,7 @@ class PredictedFacts(Strategy):
 
     def finish(self) -> None:
         """Record them, when the model is divided: what dividing it took is not the training's."""
-        here, given = self.mesh.here, self.setup.given
+        here, given = self.mesh.here, self.call.given
         if given is not None and read_run_settings().plan_file is None:
             changed = {key: value for key, (value, _) in given.differences(Plan()).items()}
             here.session.recorder.record(events.Setup({events.SETUP_PLAN: json.dumps(changed)}))

@@ -36,8 +36,8 @@ class PipelineParallel(Strategy):
         lines = make_lines(part) if needs_lines(mesh.here.device) else {}
         peers = PipelinePeers(mesh.here, part.new_group(), mesh.rank("pipeline"), mesh.size("pipeline"), lines)
         kind = Pipeline if plan.weight_versions == 1 else DelayedPipeline
-        assert self.setup.when_cut is not None, "something is left to do"
-        pipeline = kind(self.model, self.optimizers, plan, peers, finish=self.setup.when_cut)
+        assert self.call.when_cut is not None, "something is left to do"
+        pipeline = kind(self.model, self.optimizers, plan, peers, finish=self.call.when_cut)
         self.distributed.pipeline = pipeline
         if mesh.here.rank == 0 and pipeline.micro_batches < peers.size:
             bubble = bubble_seconds(plan.schedule, peers.size, 1.0, 1.0, 1.0, chunks=plan.chunks)

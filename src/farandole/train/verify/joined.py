@@ -24,8 +24,8 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.rank_lists import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
+from .. import chunked_cross_entropy
 from ..data.loader_watch import samples_of
-from ..fused import chunked_cross_entropy
 from ..metrics.gather import has_gathered
 from .replay import Gradients, RecordedPass, ancestors, map_tensors
 from .verify import Check

@@ -11,7 +11,8 @@ import torch
 
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import FarandoleError
-from farandole.sync.rows import requests, saved, shard
+from farandole.sync.rows import requests, shard
+from farandole.sync.rows import table as table_module
 from farandole.sync.rows.copies import RowCopy
 from farandole.sync.rows.links import LocalShards
 from farandole.sync.rows.service import RowService
@@ -60,7 +61,7 @@ def test_many_messages_are_as_one(shards: int, staleness: int | None, monkeypatc
         return call(self, *arguments, **keys)
 
     monkeypatch.setattr(LocalShards, "call", count)
-    for module in (requests, saved):
+    for module in (requests, table_module):
         monkeypatch.setattr(module, "MOST_MESSAGE_BYTES", 1500)
     for seed in range(4):
         train(parts, seed)

@@ -19,7 +19,7 @@ from ...transport.connect import connect_all
 from ...transport.transport import Transport
 from ...world.store_sync import all_gather_json, require_equal
 from ...world.world import World
-from ..channel.channel import ControlChannel, Events, Frame
+from ..channel import ControlChannel, Events, Frame
 from ..data import inline
 from ..data.data_plane import DataPlane
 from ..data.group_thread import DeviceGroups, device_kind

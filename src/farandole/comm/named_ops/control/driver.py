@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from ..channel.channel import ControlChannel, Events
+from ..channel import ControlChannel, Events
 from ..operations import PendingTicket
 from .state import ControllerState
 

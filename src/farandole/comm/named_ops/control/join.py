@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ..channel.channel import Frame
+from ..channel import Frame
 from ..operations import PendingTicket, Travel
 
 

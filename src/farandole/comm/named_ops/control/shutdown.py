@@ -6,7 +6,7 @@ import copy
 
 from ....core.vocabulary.errors import CommError, FarandoleError, PeerLost, Stalled
 from ....core.vocabulary.rank_lists import name_ranks
-from ..channel.channel import ControlChannel, Frame, PeerConnection
+from ..channel import ControlChannel, Frame, PeerConnection
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import MatchSlot
 from ..operations import Operation

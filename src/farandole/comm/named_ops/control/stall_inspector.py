@@ -17,7 +17,7 @@ from typing import Any
 
 from ....core.host.stacks import stack_of
 from ....core.vocabulary.errors import Stalled
-from ..channel.channel import Frame
+from ..channel import Frame
 from ..operations import NamedOpsSettings, Operation
 from .driver import Driver
 from .state import ControllerState

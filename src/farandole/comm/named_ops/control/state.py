@@ -8,7 +8,7 @@ from typing import Any
 
 from ....core.vocabulary.errors import CommError
 from ...world.world import World
-from ..channel.channel import ControlChannel, Frame
+from ..channel import ControlChannel, Frame
 from ..data.data_plane import DataPlane
 from ..matching.matcher import Matcher
 from ..operations import Operation, OperationLog

@@ -18,28 +18,28 @@ from typing import Any
 
 from torch import nn
 
-from ...comm.device.accelerator import gpu_count
-from ...core.cluster.cluster import Cluster, with_ranks
-from ...core.cluster.presets import find_machines
-from ...core.vocabulary.config import convert
-from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.suggestions import did_you_mean
-from ...plan.answer.files import write_answer
-from ...plan.answer.inputs import write_inputs
-from ...plan.model.profile import ModelProfile
-from ...plan.model.profile_file import read_profile
-from ...plan.search.decide import search
-from ...plan.search.measured import Measured, to_try, with_trials
-from ...plan.search.request import Goal, SearchRequest
-from ...plan.search.result import PlanAnswer
-from ..analysis.analyse import analyse
-from ..analysis.measure import Timing, measure_units
-from ..memory.batches import Batches
-from ..memory.find_micro_batch import text_of
-from ..memory.user_code import load_function
-from ..trials.contract import TrialsRequest
-from ..trials.trials import PlanTrial, run_trials
+from ..comm.device.accelerator import gpu_count
+from ..core.cluster.cluster import Cluster, with_ranks
+from ..core.cluster.presets import find_machines
+from ..core.vocabulary.config import convert
+from ..core.vocabulary.errors import ConfigError, PlanError
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.suggestions import did_you_mean
+from ..plan.answer.files import write_answer
+from ..plan.answer.inputs import write_inputs
+from ..plan.model.profile import ModelProfile
+from ..plan.model.profile_file import read_profile
+from ..plan.search.decide import search
+from ..plan.search.measured import Measured, to_try, with_trials
+from ..plan.search.request import Goal, SearchRequest
+from ..plan.search.result import PlanAnswer
+from .analysis.analyse import analyse
+from .analysis.measure import Timing, measure_units
+from .memory.batches import Batches
+from .memory.find_micro_batch import text_of
+from .memory.user_code import load_function
+from .trials.contract import TrialsRequest
+from .trials.trials import PlanTrial, run_trials
 
 
 # How a model is timed on this machine, so that it is timed as a rank of a cluster will run it.

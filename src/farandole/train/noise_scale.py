@@ -22,13 +22,13 @@ import math
 
 from torch import nn
 
-from ...comm.reducer.noise_sums import NoiseReading, NoiseSums
-from ...comm.reducer.reducer import GradientReducer
-from ...comm.world.store_sync import all_gather_json, require_same
-from ...comm.world.world import World, world
-from ...core.vocabulary.codec_spec import AUTO, CodecSpec
-from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import (
+from ..comm.reducer.noise_sums import NoiseReading, NoiseSums
+from ..comm.reducer.reducer import GradientReducer
+from ..comm.world.store_sync import all_gather_json, require_same
+from ..comm.world.world import World, world
+from ..core.vocabulary.codec_spec import AUTO, CodecSpec
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.events import (
     CRITICAL_BATCH,
     SETUP_CRITICAL_BATCH,
     SETUP_CRITICAL_HIGH,
@@ -36,12 +36,12 @@ from ...core.vocabulary.events import (
     Logged,
     Setup,
 )
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rules import MOST_ZERO
-from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.sync_spec import EVERY_STEP
-from ...parallel.mesh import Mesh
-from ...parallel.model import DistributedModel
+from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.rules import MOST_ZERO
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import EVERY_STEP
+from ..parallel.mesh import Mesh
+from ..parallel.model import DistributedModel
 
 
 # Averages of |G|^2 and tr(Sigma) over steps, and the critical batch that follows from them. Pure arithmetic.

@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from ...core.vocabulary.errors import ConfigError
-from ...parallel.split import split_of
+from ..core.vocabulary.errors import ConfigError
+from ..parallel.split import split_of
 
 _CHUNK_ELEMENTS = 2**24
 """Logits of a chunk by default: 64 MiB in float32. Each chunk adds to the whole gradient of the head."""

@@ -1,1 +1,0 @@
-"""Plain models to measure with: no farandole in them."""

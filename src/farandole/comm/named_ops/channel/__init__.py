@@ -1,1 +1,0 @@
-"""The control connections between ranks."""

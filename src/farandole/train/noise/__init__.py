@@ -1,1 +1,0 @@
-"""The gradient noise scale, measured while a model trains."""
