@@ -211,7 +211,7 @@ def test_codecs_and_routes_are_tried_and_nothing_that_was_not_sent_is_lost(tmp_p
 
         # What the step model says of a host whose ranks share memory is that nothing is faster: made to like both.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farandole.train.tune.start.rank_by_prediction", _flat_then_int8)
+            patch.setattr("farandole.train.tune.online.rank_by_prediction", _flat_then_int8)
             train(model, optimizer, 80, after)
         found = outcome(directory)
         assert seen >= {("shared", "none"), ("flat", "none"), ("flat", "int8")}, seen

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from farandole.launch.doctor.checks import judge
-from farandole.launch.doctor.checks.links import weakest_link
+from farandole.launch.doctor.checks import judge, weakest_link
 from farandole.launch.doctor.facts import (
     ClusterFacts,
     Gpu,

@@ -25,10 +25,9 @@ from farandole.train.data.worker_cores import LEAST_BATCHES, WorkerTrials
 from farandole.train.tune.block import StepBlock
 from farandole.train.tune.decision import TuneDecision, TuneLimits
 from farandole.train.tune.history import TuneHistory
-from farandole.train.tune.online import _judge
+from farandole.train.tune.online import _judge, layout_of, predicted_seconds, rank_by_prediction
 from farandole.train.tune.outcome import TuningRecord
 from farandole.train.tune.search import PatternSearch, bucket_grid
-from farandole.train.tune.start import layout_of, predicted_seconds, rank_by_prediction
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)

@@ -12,7 +12,7 @@ from ...bench.device_test.device_test import prove_device
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.units import format_seconds
-from ...launch.doctor.checks.links import weakest_link
+from ...launch.doctor.checks import weakest_link
 from ...launch.doctor.probe.examine import examine
 from ...launch.job.hosts import HostFinder
 from ..main import parser

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
-from .checks.links import weakest_link
+from .checks import weakest_link
 from .facts import SEVERITIES, ClusterFacts, ClusterFinding, HostFacts, Interface, LinkFacts
 
 MOST_IN_MATRIX = 12

@@ -12,14 +12,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...core.step_model.link import ring_bytes
+from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, degrees_of
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import FORWARD, SETUP_ELEMENTS, SETUP_ROWS_IN_STEP
+from ...core.vocabulary.events import (
+    FORWARD,
+    OPTIMIZER,
+    SETUP_BATCH,
+    SETUP_ELEMENTS,
+    SETUP_OPTIMIZER,
+    SETUP_PIPELINE_RANK,
+    SETUP_ROWS_IN_STEP,
+    SetupValue,
+)
 from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.units import format_bytes, format_seconds
+from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..figures.figures import mean
+from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline
+from ..read.run_reader import RunRecords
 from .facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from .facts.proposals import command_with
 from .facts.step_table import StepTable, is_pipeline
@@ -157,3 +169,166 @@ def _of_losses(table: StepTable, degree: str, seconds: float) -> list[Fix]:
 
 
 _FIXES = {"expert": _of_experts, "shard": _of_shards, "rows": _of_rows, "loss": _of_losses}
+
+
+# Pipelines: what the schedule's bubble, a slow stage and the transfers between stages cost.
+#
+# See [Note: three reasons to wait] in `figures.pipeline_seconds`.
+#
+# [Note: what a micro-batch costs] However small it is, its passes go through the parameters six times: weights are
+# read twice, a gradient is written, and added to what is there. SGD goes through them three times, Adam seven:
+# what the optimizer takes tells what one micro-batch more takes, of which half of the bubble's share is waited for
+# again. Its transfers are half as large and twice as many: what nothing hides of them is taken to double.
+
+
+def find_pipeline(table: StepTable) -> list[Finding]:
+    """Find what pipelines wait for."""
+    measured = measure_pipeline(table.records.timelines, table.rows)
+    if measured is None:
+        return []
+    computing = measured.computing
+    costs = {
+        "bubble": measured.bubble,
+        "slow-stage": measured.slow_stage,
+        "pipeline-communication": measured.transfer,
+    }
+    found = []
+    places = [(each.rank, int(each.setup[SETUP_PIPELINE_RANK] or 0)) for each in table.records.timelines]
+    for kind, seconds in costs.items():
+        share = seconds / table.step_seconds
+        if share < LEAST_SHARE:
+            continue
+        cost = format_cost(seconds, share)
+        evidence = (f"computing of a step by rank of the pipeline: {', '.join(map(format_seconds, computing))}",)
+        title, fixes, late = _words(kind, cost, seconds, measured, table, ranks=places)
+        found.append(
+            Finding(kind, title, seconds, share, late, evidence=evidence, fixes=fixes,
+                    confidence=confidence(len(table.steps)))
+        )  # fmt: skip
+    return found
+
+
+def _words(
+    kind: str,
+    cost: str,
+    seconds: float,
+    measured: PipelineSeconds,
+    table: StepTable,
+    *,
+    ranks: list[tuple[int, int]],
+) -> tuple[str, tuple[Fix, ...], tuple[int, ...]]:
+    """`ranks`: each rank with its place in the pipeline."""
+    computing, schedule, records = measured.computing, measured.schedule, table.records
+    if kind == "bubble":
+        fix = _more_micro_batches(table, measured, seconds)
+        return (
+            f"the bubble of schedule {schedule.name} with {schedule.micro_batches} micro-batches takes {cost}",
+            (fix,),
+            (),
+        )
+    if kind == "slow-stage":
+        slow = computing.index(max(computing))
+        more = max(computing) / measured.usual_seconds - 1
+        stages = schedule.stages_of(slow)
+        name = " and ".join(f"stage {stage} ({_begin_of(stage, measured.cuts)})" for stage in stages)
+        verb = "take" if len(stages) > 1 else "takes"
+        gain = Gain(seconds, "all of it, if the layers can be divided evenly")
+        fix = Fix("move a cut (pipeline_cuts), or cut the model into smaller layers", "", gain)
+        if records.plan.get("pipeline_cuts"):
+            cuts: dict[str, list[str]] = {"pipeline_cuts": []}
+            fix = Fix("let the layers be measured and divided", command_with(records, cuts), gain, cuts)
+        late = tuple(rank for rank, place in ranks if place == slow)
+        if measured.slow_ranks[slow]:
+            late = measured.slow_ranks[slow]
+            name = f"{name_ranks(late, most=SHOWN_RANKS)} of {name}"
+            verb = "takes" if len(late) == 1 else "take"
+            fix = Fix(
+                "look for what is slower there than on ranks with the same stage: clocks, temperature, hooks",
+                "", Gain(seconds, "all of it, if it is as fast as they are"),
+            )  # fmt: skip
+        return f"{name} {verb} {more:.0%} longer than the mean, which costs {cost}", (fix,), late
+    fix = Fix("cut where less travels, or use fewer and larger micro-batches")
+    return f"transfers between stages take {cost} that nothing hides", (fix,), ()
+
+
+def _more_micro_batches(table: StepTable, measured: PipelineSeconds, seconds: float) -> Fix:
+    """Return twice as many micro-batches, if that saves time. See [Note: what a micro-batch costs]."""
+    count, setup = measured.schedule.micro_batches, table.records.timelines[0].setup
+    stepping = max(mean([cell.phases.get(OPTIMIZER, 0.0) for cell in own]) for own in table.cells)
+    more = count * stepping * (2 if setup.get(SETUP_OPTIMIZER) == "SGD" else 1)
+    more = more * (1 + seconds / 2 / measured.usual_seconds) + measured.transfer
+    batch, saved = setup.get(SETUP_BATCH), seconds / 2 - more
+    if saved < LEAST_SHARE * table.step_seconds or (isinstance(batch, int) and batch % (2 * count)):
+        return Fix(f"a larger batch, a multiple of {2 * count}, in so many micro-batches")
+    changes = {"micro_batches": 2 * count}
+    gain = Gain(saved, f"half of it, less {format_seconds(more)} that {count} micro-batches more cost")
+    return Fix("more and smaller micro-batches", command_with(table.records, changes), gain, changes)
+
+
+def _begin_of(stage: int, cuts: list[str]) -> str:
+    return f"from {cuts[stage - 1]!r}" if 0 < stage <= len(cuts) else "from the input"
+
+
+# Mixtures of experts whose experts get unequal numbers of tokens: its cost, or a note if it costs no time.
+
+
+LEAST_IMBALANCE = 1.5
+"""Times the mean; below, the busiest expert is as busy as chance makes it with few tokens."""
+
+
+def find_experts(table: StepTable) -> list[Finding]:
+    """Find ranks whose experts get more tokens than others': all ranks wait for them in each layer."""
+    setups = [timeline.setup for timeline in table.records.timelines]
+    seconds_by_rank = [_number(setup.get(events.SETUP_EXPERT_SECONDS)) for setup in setups]
+    if len(setups) < 2 or _imbalance(setups[0]) < LEAST_IMBALANCE:
+        return []
+    slowest = max(seconds_by_rank)
+    seconds = slowest - mean(seconds_by_rank)
+    share = seconds / table.step_seconds
+    if share < LEAST_SHARE:
+        return []
+    rank = table.ranks[seconds_by_rank.index(slowest)]
+    gain = Gain(seconds, "the time of the busiest rank's experts less the mean of all ranks")
+    fixes = (
+        Fix(
+            "give the load-balancing loss more weight, so that the router spreads the tokens",
+            "loss = loss + farandole.router_loss(model, balance=0.05)",
+            gain,
+        ),
+        Fix(
+            "or bound what an expert takes; what is over it is dropped",
+            "capacity_factor=1.25  # argument of farandole.MixtureOfExperts",
+        ),
+    )
+    evidence = (
+        _of_setup(setups[0]),
+        f"experts of a rank take {format_seconds(min(seconds_by_rank))} to {format_seconds(slowest)} a step, "
+        "forward and backward",
+    )
+    title = f"experts get unequal numbers of tokens, and ranks wait for rank {rank}: {format_cost(seconds, share)}"
+    return [
+        Finding("experts", title, seconds, share, (rank,), evidence=evidence, fixes=fixes,
+                confidence=confidence(len(table.steps)))
+    ]  # fmt: skip
+
+
+def unequal_experts(records: RunRecords) -> list[str]:
+    """Say which layer's experts get unequal numbers of tokens, whatever it costs: the others learn little."""
+    setup = records.timelines[0].setup if records.timelines else {}
+    return [_of_setup(setup)] if _imbalance(setup) >= LEAST_IMBALANCE else []
+
+
+def _of_setup(setup: dict[str, SetupValue]) -> str:
+    dropped = _number(setup.get(events.SETUP_EXPERT_DROPPED))
+    return (
+        f"expert {setup.get(events.SETUP_EXPERT_BUSIEST)} of {setup.get(events.SETUP_EXPERT_LAYER)} gets "
+        f"{_imbalance(setup):.2g} times the mean of its {setup.get(events.SETUP_EXPERTS)} experts"
+    ) + (f"; {format_share(dropped)} of the choices were dropped" if dropped else "")
+
+
+def _imbalance(setup: dict[str, SetupValue]) -> float:
+    return _number(setup.get(events.SETUP_EXPERT_IMBALANCE))
+
+
+def _number(value: SetupValue) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0

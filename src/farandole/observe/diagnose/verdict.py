@@ -30,9 +30,7 @@ from .finders.optimizer_step import find_optimizer, find_small_batch
 from .finders.own_code import find_own_code
 from .finders.pauses import find_irregular, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
-from .inner_exchanges import find_inner
-from .pipeline_waits import find_pipeline
-from .unequal_experts import find_experts, unequal_experts
+from .inner_exchanges import find_experts, find_inner, find_pipeline, unequal_experts
 
 BOUND_SHARE = 0.1
 """Fraction of a step; a smaller cost does not limit a run."""

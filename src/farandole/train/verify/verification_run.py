@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,7 +32,6 @@ from ...parallel.instrument.phase_hooks import observe_passes
 from ...parallel.model import DistributedModel
 from ..data.loader_watch import samples_of
 from .deep_check import DeepCheck
-from .front_end_optimizer import FrontEndOptimizer, followed_here
 from .joined import JoinedLoss, MeanCounts
 from .replay import differentiable
 from .verify import (
@@ -275,3 +274,53 @@ def _no_model(here: World) -> Check:
 
 
 _ALIKE = "change the model on all ranks alike, after fd.distribute"
+
+
+# An optimizer of a front end that is given no model, Horovod's for PyTorch: its parameters are compared.
+
+
+_SAME_STEP = (
+    "hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first step; change the model on all "
+    "ranks alike"
+)
+
+
+@dataclass(frozen=True)
+class FrontEndOptimizer:
+    """One that steps with the gradients of `ranks` ranks."""
+
+    optimizer: Optimizer
+    names: Mapping[torch.Tensor, str]
+    """Names of its parameters."""
+    ranks: int
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters whose gradients are exchanged, as a model does."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter in self.names:
+                    yield self.names[parameter], parameter
+
+    def trains(self, model: nn.Module) -> bool:
+        """Return whether a parameter of `model` is among them."""
+        return any(parameter in self.names for parameter in model.parameters())
+
+    def checks(self, here: World) -> list[Check]:
+        """Return the answers; to be called by all ranks."""
+        if self.ranks < here.size:
+            why = f"gradients are exchanged within a process set of {self.ranks} ranks: verify compares all"
+            return [Check("parameters", None, why)]
+        return [
+            check_parameters(here, self, _SAME_STEP),
+            check_gradients(here, self),
+            check_optimizer(here, self.optimizer, self, _SAME_STEP),
+        ]
+
+
+class FollowedOptimizers(list[FrontEndOptimizer]):
+    """Those of one world, kept by its session."""
+
+
+def followed_here(here: World) -> FollowedOptimizers:
+    """Return them."""
+    return here.session.keep(FollowedOptimizers, FollowedOptimizers)

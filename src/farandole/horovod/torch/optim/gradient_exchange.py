@@ -13,6 +13,7 @@ others train), and the paths are made anew when the world is another one than be
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,18 +21,29 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
+from ....comm.reducer.options import ReducerOptions
 from ....comm.reducer.reducer import GradientReducer
+from ....comm.world.store_sync import require_same
 from ....comm.world.world import World, world
+from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.errors import CommError
 from ....core.vocabulary.events import EXCHANGE, Phase
 from ....core.vocabulary.spec import Plan
-from ...common.applied_plan import agree_on_passes, apply_plan, plan_for_named
+from ....observe.export.operation_timeline import BucketTimeline
+from ...common.applied_plan import agree_on_passes, apply_plan, codec_of_gradient, plan_for_named
 from ...common.basics import basics
-from ...common.compression import codec_of, name_of
+from ...common.compression import CodecCompressor, codec_of, name_of
+from ...common.exceptions import from_comm_error
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, Sum
-from .gradient_path import GradientPath, refuses
-from .optimizer_names import Names, noname
-from .tensor_path import TensorPath
+from ..ops.allreduce import ReduceOptions, begin_allreduce
+from ..ops.handles import synchronize, wait_for_all
+from ..ops.sparse import sparse_allreduce_async
+from .applied_plan import plan_for_reducer
+from .joining import announce_connection, serve_while_joined
+from .optimizer_names import TOO_MANY, Names, noname
+from .sparse_as_dense import SparseAsDense
 
 
 @dataclass(frozen=True)
@@ -231,3 +243,311 @@ def choose(settings: Settings, parameters: Sequence[torch.Tensor], here: World) 
         if reason
         else PathChoice("reducer", "all ranks average or add dense gradients")
     )
+
+
+# The reducer path: gradients lie in buckets that travel while backward runs. See `gradient_exchange`.
+#
+# [Note: exactly one exchange] Between two calls of ``synchronize`` (or ``step``, which calls it) every rank takes
+# part in exactly one exchange: at the end of its backward pass, or, when that touched none of the optimizer's
+# parameters, in ``synchronize``. A parameter without a gradient contributes zeros, and gets the mean of the
+# others.
+#
+# [Note: gradients that are not used] A ``GradScaler`` skips a step whose gradients hold infinity. They are the
+# same on all ranks, so all skip, and the next ``zero_grad`` or backward pass is no mistake: only then are
+# gradients read.
+
+
+def refuses(parameters: Sequence[torch.Tensor]) -> str:
+    """Return why the reducer cannot take these; empty when it can."""
+    for parameter in parameters:
+        if not parameter.dtype.is_floating_point:
+            return f"a parameter is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.device.type not in ("cpu", "cuda"):
+            return f"a parameter is on {parameter.device}"
+    return ""
+
+
+class GradientPath:
+    """A `gradient_exchange.Path` over one `GradientReducer`."""
+
+    def __init__(
+        self,
+        here: World,
+        named: Sequence[tuple[str, Any]],
+        settings: Any,
+        plan: Plan,
+    ) -> None:
+        self.world = here
+        self._parameters = [parameter for _, parameter in named]
+        self.name = _name_path(here, named)
+        self.is_connected = False
+        self._sparse = SparseAsDense(self._parameters, all_are_sparse=settings.all_are_sparse)
+        # Before the reducer's hooks, which then see dense gradients.
+        self._own_hooks = [
+            parameter.register_post_accumulate_grad_hook(self._sparse.make_dense)
+            for parameter in self._parameters
+            if settings.sparse_as_dense and parameter.requires_grad
+        ]
+        self.reducer = GradientReducer(
+            here,
+            named,
+            plan_for_reducer(plan, settings.compression, self._parameters, here),
+            ReducerOptions(
+                lazy_init=True,
+                before_connecting=self._before_connecting,
+                reduce_op="sum" if settings.op == Sum else "mean",
+                include_frozen=True,
+                on_second_gradient=self._on_second_gradient,
+                map_error=from_comm_error,
+            ),
+        )
+        self.reducer.watch(BucketTimeline(basics.running.log, lambda: self.reducer.names_by_bucket))
+        self._taken = 0
+        serve_while_joined(self)
+
+    @property
+    def _arrived(self) -> bool:
+        return self.reducer.exchanges_done > self._taken
+
+    @property
+    def pending(self) -> bool:
+        """See `Path`."""
+        return self._arrived or self.reducer.passes_held > 0
+
+    @property
+    def handles(self) -> dict[Any, tuple[Any, Any]]:
+        """See `Path`. The reducer has no handles to show."""
+        return {p: (None, None) for p in self._parameters if p.requires_grad} if self.pending else {}
+
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """See `Path`."""
+        due = 0 if self._arrived else self.reducer.accumulate - self.reducer.passes_held
+        return {parameter: due for parameter in self._parameters if parameter.requires_grad}
+
+    def synchronize(self) -> None:
+        """See `Path`."""
+        try:
+            if not self._arrived:
+                self.reducer.exchange()
+        except CommError as problem:
+            raise from_comm_error(problem) from problem
+        self.reset()
+        if not self.reducer.step_is_skipped:
+            self.reducer.zero_missing_grads()
+        self._sparse.make_sparse_again()
+
+    def may_zero(self) -> bool:
+        """See `Path` and [Note: gradients that are not used]."""
+        if not self.pending:
+            return True
+        if not self._arrived or self.reducer.mean_is_finite:
+            return False
+        self.reset()
+        return True
+
+    def set_passes(self, passes: int) -> None:
+        """See `Path`."""
+        self.reducer.begin_step(accumulate=passes)
+
+    def reset(self) -> None:
+        """See `Path`."""
+        self._taken = self.reducer.exchanges_done
+        self.reducer.begin_step()
+
+    def close(self) -> None:
+        """See `Path`."""
+        for hook in self._own_hooks:
+            hook.remove()
+        self.reducer.remove()
+
+    # -- while this rank has joined; see `joining` --------------------------------------------
+
+    def _before_connecting(self) -> None:
+        self.is_connected = True
+        announce_connection(self)
+        keys = self.reducer.plan.to_mapping().items()
+        require_same(self.world, "comparing plans", [(f"plan key {key!r}", value) for key, value in keys])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients still meet."""
+        return self.reducer.is_open
+
+    @property
+    def exchanges_done(self) -> int:
+        """How many exchanges all ranks took part in."""
+        return self.reducer.exchanges_done
+
+    def exchange_nothing(self) -> None:
+        """Take part in the other ranks' next exchange, with zeros."""
+        self.reducer.exchange(contribute=False)
+
+    def _on_second_gradient(self, name: str) -> Exception | None:
+        return None if self.may_zero() else AssertionError(f"{TOO_MANY} (parameter {name!r})")
+
+
+def _name_path(here: World, named: Sequence[tuple[str, torch.Tensor]]) -> str:
+    """Return a name that is the same on all ranks, whatever the order in which they made their optimizers."""
+    text = repr([(name, tuple(parameter.shape), str(parameter.dtype)) for name, parameter in named])
+    return here.topic(f"gradients {hashlib.sha256(text.encode()).hexdigest()[:16]}")
+
+
+# The tensor path: every gradient, or group of gradients, is one operation that ranks match by name.
+#
+# For what the reducer cannot do; see `gradient_exchange`. An operation is launched when its gradients are ready,
+# and ``synchronize`` launches what is missing (with zeros for a parameter without a gradient) and waits for all.
+
+
+Members = tuple[torch.Tensor, ...]
+"""Parameters that travel as one; most are alone."""
+
+
+class TensorPath:
+    """A `gradient_exchange.Path` over named operations."""
+
+    def __init__(self, named: Sequence[tuple[str, Any]], settings: Any, plan: Plan) -> None:
+        self._settings = settings
+        self._passes = passes = plan.accumulate
+        self._names = {parameter: name for name, parameter in named}
+        by_name = dict(named)
+        self._members: dict[torch.Tensor, Members] = {parameter: (parameter,) for _, parameter in named}
+        for group in settings.groups:
+            members = tuple(by_name[name] for name in group if name in by_name)
+            self._members.update(dict.fromkeys(members, members))
+        wanted = settings.all_are_sparse
+        self._sparse = SparseAsDense([parameter for _, parameter in named], all_are_sparse=wanted)
+        self._codecs = {
+            parameter: _codec(name, parameter, settings.compression, plan) for name, parameter in named
+        }
+        self._due = dict.fromkeys(self._names, passes)
+        """How many backward passes each gradient still waits for."""
+        self._on_their_way: dict[Members, Callable[[], None]] = {}
+        """For each operation, what waits for it and puts the results into the gradients."""
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for _, p in named]
+
+    @property
+    def pending(self) -> bool:
+        """See `Path`."""
+        return bool(self._on_their_way) or any(due < self._passes for due in self._due.values())
+
+    @property
+    def handles(self) -> dict[Any, tuple[Any, Any]]:
+        """See `Path`: the function that waits, or None for gradients that are not complete."""
+        begun = [p for p, due in self._due.items() if due < self._passes]
+        keys = {members if len(members) > 1 else members[0] for members in self._on_their_way}
+        waiting: dict[Any, tuple[Any, Any]] = {p: (None, None) for p in begun if self._members[p] not in keys}
+        waiting.update(
+            (members if len(members) > 1 else members[0], (wait, None))
+            for members, wait in self._on_their_way.items()
+        )
+        return waiting
+
+    def passes_due(self) -> dict[torch.Tensor, int]:
+        """See `Path`."""
+        return dict(self._due)
+
+    def synchronize(self) -> None:
+        """See `Path`."""
+        try:
+            for members in sorted(set(self._members.values()), key=lambda group: self._names[group[0]]):
+                if members not in self._on_their_way:
+                    self._launch(members)
+            wait_for_all(self._on_their_way.values())
+            if self._settings.sparse_as_dense:
+                self._sparse.make_sparse_again()
+        finally:
+            self._restart()
+
+    def may_zero(self) -> bool:
+        """See `Path`."""
+        return not self.pending
+
+    def set_passes(self, passes: int) -> None:
+        """See `Path`."""
+        self._passes = passes
+        self._due = dict.fromkeys(self._names, passes)
+
+    def reset(self) -> None:
+        """See `Path`. What is on its way must arrive first: it writes into the gradients."""
+        try:
+            wait_for_all(self._on_their_way.values())
+        finally:
+            self._restart()
+
+    def close(self) -> None:
+        """See `Path`."""
+        for hook in self._hooks:
+            hook.remove()
+        self._restart()
+
+    def _restart(self) -> None:
+        self._on_their_way = {}
+        self._due = dict.fromkeys(self._names, self._passes)
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if self._due[parameter] <= 0:
+            raise AssertionError(f"{TOO_MANY} (parameter {self._names[parameter]!r})")
+        self._due[parameter] -= 1
+        members = self._members[parameter]
+        if all(self._due[member] == 0 for member in members):
+            self._launch(members)
+
+    @torch.no_grad()
+    def _launch(self, members: Members) -> None:
+        grouped = len(members) > 1
+        zero_missing_grads(members)
+        for parameter in members:
+            grad = parameter.grad
+            if grad is not None and grad.is_sparse and (grouped or self._settings.sparse_as_dense):
+                self._sparse.make_dense(parameter)
+        first = members[0]
+        if first.grad is not None and first.grad.is_sparse:
+            self._on_their_way[members] = self._launch_sparse(first, first.grad)
+        else:
+            self._on_their_way[members] = self._launch_dense(members)
+
+    def _launch_dense(self, members: Members) -> Callable[[], None]:
+        settings = self._settings
+        compression = settings.compression
+        grads = [parameter.grad for parameter in members if parameter.grad is not None]
+        small, contexts = zip(*[compression.compress(grad.contiguous()) for grad in grads], strict=True)
+        factor = settings.predivide_factor if settings.op == Average else 1.0
+        options = ReduceOptions(settings.op, 1.0 / factor, factor, settings.process_set)
+        handle = begin_allreduce(
+            small,
+            [f"allreduce.{self._names[parameter]}" for parameter in members],
+            options,
+            codecs=[self._codecs[parameter] for parameter in members],
+            in_place=True,
+            grouped=True,
+            chosen_with="gradients",
+        )
+
+        def wait() -> None:
+            totals = synchronize(handle)
+            with torch.no_grad():
+                for grad, total, context in zip(grads, totals, contexts, strict=True):
+                    result = compression.decompress(total, context)
+                    if result is not grad:
+                        grad.copy_(result)
+
+        return wait
+
+    def _launch_sparse(self, parameter: torch.Tensor, grad: torch.Tensor) -> Callable[[], None]:
+        settings = self._settings
+        handle = sparse_allreduce_async(
+            grad.coalesce(), self._names[parameter], settings.op, process_set=settings.process_set
+        )
+
+        def wait() -> None:
+            replace_grad(parameter, handle().coalesce())
+
+        return wait
+
+
+def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Plan) -> str:
+    """Return how the gradient of a parameter travels; what a compressor has made small travels as it is."""
+    by_compressor = codec_of(compression) in (None, "fp16", "bf16") and not isinstance(
+        compression, CodecCompressor
+    )
+    return NONE if by_compressor else codec_of_gradient(name, parameter, plan)
