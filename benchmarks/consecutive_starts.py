@@ -11,6 +11,7 @@ hosts, files in /dev/shm and in the hosts' directory for temporary files. Exit c
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import subprocess
@@ -200,7 +201,9 @@ def measure(starts: int, made: Cluster, directory: Path, kinds: dict[str, Kind])
 
 
 def main() -> None:
-    starts = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("starts", nargs="?", type=int, default=200, help="how many")
+    starts = parser.parse_args().starts
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         directory = Path(name)
         for made_here in ("runs", "temporary"):

@@ -8,10 +8,10 @@ out of a tensor, which is the bound of the memory.
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 
@@ -59,7 +59,11 @@ def measure(name: str, exchange: RowMessages, count: int, batch: int, dim: int) 
 
 def main() -> None:
     """Print all figures."""
-    count, batch, dim = (int(each) for each in (*sys.argv[1:], *("1000000", "200000", "64")[len(sys.argv) - 1 :]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    for name, default in (("rows", 1_000_000), ("batch", 200_000), ("dim", 64)):
+        parser.add_argument(name, nargs="?", type=int, default=default)
+    options = parser.parse_args()
+    count, batch, dim = options.rows, options.batch, options.dim
     torch.set_num_threads(1)
     cores = sorted(os.sched_getaffinity(0))
     rows, at = torch.ones(count, dim), torch.randperm(count)[:batch].sort().values

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import farandole as fd
+from farandole.comm.world import store_sync
+from farandole.comm.world.world import World
 from farandole.core.vocabulary.spec import RouteName
+from farandole.parallel.data import model_changes
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own
 
@@ -55,6 +60,22 @@ def test_the_same_strides_everywhere_are_fine() -> None:
             its.step()
     assert_close(model, alone)
     assert_same_bits(model)
+
+
+@ranks(2)
+def test_ranks_that_agree_compare_in_one_round() -> None:
+    fd.init()
+    model, plain, rounds = _conv(channels_last=False), store_sync.all_gather_json, []
+
+    def note(world: World, topic: str, mine: Any, **named: Any) -> list[Any]:
+        rounds.append(topic)
+        return plain(world, topic, mine, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (store_sync, model_changes):
+            patch.setattr(module, "all_gather_json", note)
+        fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1))
+    assert rounds == ["comparing models"]
 
 
 @ranks(2)

@@ -240,6 +240,12 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PlanError, match='with offload = "none"'):
         fd.Plan(offload_directory="/var/tmp")
 
+    first = model[0].requires_grad_(False)
+    with pytest.raises(PlanError, match="is in memory"):
+        fd.distribute(model, adam, fd.Plan(offload="disk", offload_directory="/dev/shm", frozen_codec="int8"))
+    assert type(first.weight) is nn.Parameter, "refused before frozen weights are stored"
+    first.requires_grad_(True)
+
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -156,7 +156,7 @@ class StatesOnDisk(Strategy):
     keys = ("offload",)
     takes_own_parameters = True
 
-    def prepare(self) -> None:
+    def check(self) -> None:
         """Reserve room: see `reserve_states`."""
         shape_of = shard_shape(self.mesh.here, self.plan)
         self._made = reserve_states(self.mesh.here, self.optimizers, self.plan, shape_of)
