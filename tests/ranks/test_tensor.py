@@ -26,7 +26,7 @@ from farandole.parallel.tensor.cut import check_cuts
 from farandole.parallel.tensor.layers.lazy import LazyWhole
 from farandole.parallel.tensor.layers.regions import begin_region_of_tokens, linear_of
 from farandole.parallel.tensor.proof import Proofs
-from farandole.parallel.tensor.recipe.recipe import LayerPart, TensorRecipe
+from farandole.parallel.tensor.recipe import LayerPart, TensorRecipe
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import (

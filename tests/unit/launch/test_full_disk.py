@@ -18,8 +18,7 @@ from farandole.core.vocabulary import run_files
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.job.run_directory import make_run_directory
-from farandole.launch.output.rank_output import Output
-from farandole.launch.output.style import OutputStyle
+from farandole.launch.output import Output, OutputStyle
 from farandole.launch.start.request import JobRequest
 from farandole.launch.start.start import open_run, report_failure
 from farandole.launch.supervise.failure import Failure

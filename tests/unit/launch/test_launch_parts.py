@@ -18,11 +18,11 @@ from farandole.core.environ.env import read_run_settings
 from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import Crash
+from farandole.launch import output as rank_output
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
 from farandole.launch.job.placement import ReservedPort, crowding_warnings, divide_cores
 from farandole.launch.job.run_directory import make_run_directory, write_run
-from farandole.launch.output import rank_output
-from farandole.launch.output.rank_output import Output
+from farandole.launch.output import Output
 from farandole.launch.supervise.failure import Exit, find_failure
 from farandole.launch.supervise.local import Supervisor
 

@@ -11,7 +11,7 @@ import pytest
 
 from farandole.core.vocabulary.run_files import Crash, events_path, stacks_path
 from farandole.launch.job.contract import JobSpec, RankSpec
-from farandole.launch.output.rank_output import Output
+from farandole.launch.output import Output
 from farandole.launch.supervise import fixed_job, local
 from farandole.launch.supervise.failure import Exit, find_failure
 from farandole.launch.supervise.job_loop import Outcome

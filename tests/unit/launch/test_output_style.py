@@ -11,8 +11,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import log_path
-from farandole.launch.output.rank_output import Output
-from farandole.launch.output.style import OutputStyle, RankFiles
+from farandole.launch.output import Output, OutputStyle, RankFiles
 
 
 def printed(directory: Path, style: OutputStyle, size: int = 12) -> tuple[bytes, bytes]:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.job.contract import JobSpec, RankSpec
-from farandole.launch.output.rank_output import Output
+from farandole.launch.output import Output
 from farandole.launch.supervise.local import Supervisor
 from farandole.launch.supervise.process import RankProcess
 from farandole.launch.supervise.reaper import Reaper, end_group, has_ended

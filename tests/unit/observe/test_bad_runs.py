@@ -18,7 +18,7 @@ from farandole.cli.main import run
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.export.formats import export_run
 from farandole.observe.read import timeline_reader as sampling
-from farandole.observe.report.content.run import read
+from farandole.observe.report.content import read
 from farandole.observe.report.page import render
 from farandole.observe.report.sections.curves import rates
 

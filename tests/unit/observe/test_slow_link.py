@@ -17,8 +17,8 @@ from farandole.observe.diagnose import Diagnosis, diagnose, to_text
 from farandole.observe.diagnose.finders import network
 from farandole.observe.figures.waits import WireTime
 from farandole.observe.format.rows import ExchangeRow, StepRow
-from farandole.observe.report.content import run as report_run
-from farandole.observe.report.content.blocks import table_of_links
+from farandole.observe.report import content as report_run
+from farandole.observe.report.content import table_of_links
 from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, healthy, write_run
 

@@ -26,8 +26,7 @@ from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.progress import Progress
 from farandole.observe.record.step_builder import EXCHANGES_KEPT
-from farandole.observe.report.content.blocks import mean_parts
-from farandole.observe.report.content.run import read
+from farandole.observe.report.content import mean_parts, read
 
 STEPS = 12
 STEP_SECONDS = 1.0

@@ -21,7 +21,7 @@ from farandole.observe.diagnose.finders.few_cores import with_first
 from farandole.observe.diagnose.finders.pauses import period_of
 from farandole.observe.figures.summary import describe_efficiency, summarise
 from farandole.observe.read.run_reader import read_run
-from farandole.observe.report.content import run as report_run
+from farandole.observe.report import content as report_run
 from farandole.observe.report.sections import verdict as page
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 

@@ -145,7 +145,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from ...checkpoint.listing import choose_step
-    from ...train.checkpoint.formats.export import convert_checkpoint
+    from ...train.checkpoint.formats import convert_checkpoint
 
     if options.from_ is not None:
         return _make(options)
@@ -161,7 +161,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _make(options: argparse.Namespace) -> int:
-    from ...train.checkpoint.formats.make import make_checkpoint
+    from ...train.checkpoint.formats import make_checkpoint
 
     done = make_checkpoint(
         options.directory, options.output, from_=options.from_, module=options.module, step=options.step

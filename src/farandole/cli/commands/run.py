@@ -19,7 +19,7 @@ from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rules import check
 from ...core.vocabulary.units import format_seconds
 from ...launch.job.contract import GRACE_SECONDS
-from ...launch.output.style import OutputStyle, PrefixName
+from ...launch.output import OutputStyle, PrefixName
 from ...launch.start.placing import PlacedJob, place_job
 from ...launch.start.request import JobRequest, RemoteOptions
 from ...launch.start.start import no_status, start_job

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.run_files import VERIFY
-from ...launch.output.style import OutputStyle
+from ...launch.output import OutputStyle
 from ...launch.start.placing import place_job
 from ...launch.start.request import VerifyOptions
 from ...launch.start.start import start_job

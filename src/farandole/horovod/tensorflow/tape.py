@@ -10,7 +10,7 @@ from ..common.reductions import Average
 from ..exchange.names import key_of
 from ..exchange.settings import local_variables, make_settings
 from .compression import Compression
-from .gradients.exchange import FlatExchange
+from .gradients import FlatExchange
 from .installed import tf
 from .ops.inputs import not_converted
 

@@ -18,7 +18,7 @@ from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..output.rank_output import Output
+from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure
 from ..supervise.job_loop import JobLoop, Outcome
 from .blacklist import Blacklist

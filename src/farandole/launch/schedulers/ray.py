@@ -23,7 +23,7 @@ from ...core.vocabulary.suggestions import install_command
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.hosts import LOOPBACK, HostSlots
 from ..job.placement import assign_ranks
-from ..output.rank_output import Output
+from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure
 from ..supervise.fixed_job import FixedJob
 from .ray_actor import RankActor

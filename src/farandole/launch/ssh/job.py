@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from ...core.vocabulary.run_files import Crash
 from ...core.wire.framing import FrameError
-from ..output.rank_output import Output
+from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure, find_suspects, is_hang
 from ..supervise.fixed_job import FixedJob
 from .agent.files import FileTaker

@@ -16,7 +16,7 @@ from ..elastic.workers import Workers
 from ..job.contract import JobSpec, RankSpec
 from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots
 from ..job.placement import available_cores, threads_per_rank
-from ..output.rank_output import Output
+from ..output import Output
 from ..ssh.elastic_host import SshHostPool
 from ..ssh.link.remote_shell import connecting_command
 from ..ssh.remote_job import RemoteJobSpec

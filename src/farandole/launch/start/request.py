@@ -18,7 +18,7 @@ from ...core.vocabulary.suggestions import nearest
 from ..elastic.options import ElasticOptions
 from ..job.contract import GRACE_SECONDS
 from ..job.hosts import HostSlots
-from ..output.style import OWN_STYLE, OutputStyle
+from ..output import OWN_STYLE, OutputStyle
 from ..ssh.link.remote_shell import SshOptions
 from ..supervise.job_loop import Outcome
 

@@ -17,7 +17,7 @@ from ...core.vocabulary.sync_spec import SyncSpec
 from ..job.contract import FROZEN_SECONDS, JobSpec
 from ..job.placement import ReservedPort
 from ..job.run_directory import make_run_directory, write_run
-from ..output.rank_output import Output
+from ..output import Output
 from ..supervise.job_loop import Outcome
 from ..supervise.local import Supervisor
 from ..supervise.stacks import read_current_stacks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec
-from ..output.rank_output import Output
+from ..output import Output
 from .failure import Exit, Failure, is_explained, is_hang
 from .job_loop import JobLoop, Outcome
 from .stacks import STACKS_SECONDS

@@ -22,7 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from ..job.contract import JobSpec
-from ..output.rank_output import Output
+from ..output import Output
 from .failure import Failure
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import Crash, events_path, read_crashes, stacks_path
 from ..job.contract import JobSpec, RankSpec
 from ..job.placement import is_in_use
-from ..output.rank_output import Output
+from ..output import Output
 from .failure import Exit, Failure, account_of_leaving, find_failure, out_of_memory_kills
 from .fixed_job import FixedJob
 from .job_loop import Outcome

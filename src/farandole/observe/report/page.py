@@ -11,7 +11,7 @@ from ...core.vocabulary.errors import ConfigError, DataError
 from ...core.vocabulary.run_files import REPORT, write_private
 from ...version import VERSION
 from ..read.run_end import why_ended
-from .content.run import Run, read
+from .content import Run, read
 from .sections import make_sections, verdict
 
 

@@ -24,8 +24,18 @@ from .cut import Cutter, Places, check_cuts, divide_attributes, find_places
 from .layers.regions import DEGREE, RegionSeed, tensor_ranks
 from .layers.split_layers import inside
 from .proof import Proofs
-from .recipe.find import add_by_name, add_pairs, add_torch_layers, add_transformers, add_vocabulary
-from .recipe.recipe import TensorRecipe, Units, add_head_counts, find_units, refuse_layers
+from .recipe import (
+    TensorRecipe,
+    Units,
+    add_by_name,
+    add_head_counts,
+    add_pairs,
+    add_torch_layers,
+    add_transformers,
+    add_vocabulary,
+    find_units,
+    refuse_layers,
+)
 from .sequence import install_tokens, put_first
 
 _LISTED = 8

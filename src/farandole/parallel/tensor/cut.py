@@ -24,7 +24,7 @@ from .layers.split_layers import (
     VocabularyEmbedding,
     VocabularyOutput,
 )
-from .recipe.recipe import LayerPart, TensorRecipe, Units, even, parents, spread
+from .recipe import LayerPart, TensorRecipe, Units, even, parents, spread
 
 # Where each split layer stands: which of them begin and end a region, and whose tokens are divided.
 

@@ -15,7 +15,7 @@ from ...parallel.changed_class import features_of
 from ...parallel.expert.layer import ExpertMLPs, MixtureOfExperts
 from ...parallel.expert.transformers_experts import is_experts_module
 from ...parallel.tensor.apply_tensor import find_recipe
-from ...parallel.tensor.recipe.recipe import LayerPart, TensorRecipe, add_head_counts, find_units, refuse_layers
+from ...parallel.tensor.recipe import LayerPart, TensorRecipe, add_head_counts, find_units, refuse_layers
 
 ANY_DEGREE = 20160
 """A vocabulary is divided unevenly, over any number of ranks; its limit is a multiple of this or 64."""

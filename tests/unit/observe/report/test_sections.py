@@ -12,8 +12,8 @@ from farandole.core.vocabulary.events import DevicePhases, Phase, Sample
 from farandole.observe.figures.figures import busy_seconds
 from farandole.observe.format.rows import encode_device_phases, encode_sample
 from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.report.content import run as report_run
-from farandole.observe.report.content.blocks import PARTS, Charts, mean_parts
+from farandole.observe.report import content as report_run
+from farandole.observe.report.content import PARTS, Charts, mean_parts
 from farandole.observe.report.page import write_report
 from farandole.observe.report.sections import curves, late, network, scaling, timeline
 from farandole.observe.report.sections.curves import rates

@@ -39,7 +39,7 @@ def backend_name() -> str:
 def make_gradients(settings: GradientSettings, name: str) -> KerasGradients:
     """Return how the gradients of one optimizer meet; NotImplementedError for backends that are not built."""
     if backend_name() == "tensorflow":
-        from ...tensorflow.gradients.exchange import FlatExchange
+        from ...tensorflow.gradients import FlatExchange
 
         return FlatExchange(settings, name)
     if backend_name() == "torch":
@@ -52,7 +52,7 @@ def make_gradients(settings: GradientSettings, name: str) -> KerasGradients:
 def mark_loss(loss: Any) -> Any:
     """Return the loss of a batch; for the records, mark when it is known."""
     if backend_name() == "tensorflow":
-        from ...tensorflow.gradients.marks import mark_loss as marked
+        from ...tensorflow.gradients import mark_loss as marked
 
         return marked(loss)
     if backend_name() == "torch" and not is_compiling():

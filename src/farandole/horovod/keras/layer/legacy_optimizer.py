@@ -14,8 +14,7 @@ from typing import Any, cast
 
 from ...exchange.names import key_of
 from ...exchange.settings import GradientSettings
-from ...tensorflow.gradients.exchange import FlatExchange
-from ...tensorflow.gradients.marks import mark_loss
+from ...tensorflow.gradients import FlatExchange, mark_loss
 from ...tensorflow.installed import tf
 from ...tensorflow.ops.inputs import not_converted
 from ..variables import build_optimizer

@@ -211,7 +211,7 @@ class _Watched:
 
     def _seen(self, data: Any) -> Any:
         """Return the batch, after it was marked and shown."""
-        from ...tensorflow.gradients.marks import mark_batch
+        from ...tensorflow.gradients import mark_batch
         from ...tensorflow.installed import tf
 
         if self._marks:

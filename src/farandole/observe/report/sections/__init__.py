@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..content.blocks import Section
-from ..content.run import Run
+from ..content import Run, Section
 from . import balance, curves, environment, fixes, late, network, predicted, scaling, step, timeline, tuning
 
 SECTIONS: Sequence[Callable[[Run], Section | None]] = (

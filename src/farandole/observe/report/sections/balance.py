@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...figures.figures import standard_deviation
-from ..content.blocks import Figures, Section, mean_parts, number, percent, seconds
-from ..content.run import Run
+from ..content import Figures, Run, Section, mean_parts, number, percent, seconds
 
 
 def make(run: Run) -> Section | None:

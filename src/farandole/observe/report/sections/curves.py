@@ -11,8 +11,7 @@ from ...figures.summary import weighted_loss
 from ...format.rows import StepRow, ThinnedRow
 from ...read.timeline_reader import RankTimeline
 from ..charts.series import Axes, Line, Point, line_chart
-from ..content.blocks import Block, Chart, Charts, Section
-from ..content.run import Run, number_of
+from ..content import Block, Chart, Charts, Run, Section, number_of
 
 BINS = 100
 GB = 1e9

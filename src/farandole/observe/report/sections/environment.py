@@ -6,8 +6,7 @@ import json
 import shlex
 from typing import Any
 
-from ..content.blocks import Block, Fold, Pairs, Section, Text
-from ..content.run import Run
+from ..content import Block, Fold, Pairs, Run, Section, Text
 
 MOST_ROWS = 80
 MOST_CHARACTERS = 2000

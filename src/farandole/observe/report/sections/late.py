@@ -12,8 +12,7 @@ from ...figures.figures import low_median, mean, median
 from ...figures.step_parts import StepParts
 from ...format.rows import StepRow
 from ..charts.frame import WIDTH, Label, apart, frame, number, shape
-from ..content.blocks import Block, Chart, Section, Table, Text, milliseconds, seconds
-from ..content.run import Run
+from ..content import Block, Chart, Run, Section, Table, Text, milliseconds, seconds
 
 LEAST_SHARE = 0.02
 """Fraction of a step; less does not count as slow."""

@@ -14,10 +14,11 @@ from ....core.vocabulary.units import format_bits_per_second, format_bytes
 from ...figures.figures import median
 from ...figures.waits import rows_by_step, wires_of
 from ...format.rows import StepRow
-from ..content.blocks import (
+from ..content import (
     Block,
     Figures,
     Fold,
+    Run,
     Section,
     Table,
     Text,
@@ -27,7 +28,6 @@ from ..content.blocks import (
     seconds,
     table_of_links,
 )
-from ..content.run import Run
 
 MOST_BUCKETS = 64
 FASTEST = 0.95

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..content.blocks import Block, Code, Section, Table, Text
-from ..content.run import Run
+from ..content import Block, Code, Run, Section, Table, Text
 
 
 def make(run: Run) -> Section | None:

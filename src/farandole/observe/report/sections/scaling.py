@@ -15,8 +15,7 @@ from ...figures.figures import amdahl, fit_amdahl
 from ...figures.summary import describe_efficiency
 from ...read.run_reader import read_facts
 from ..charts.series import Axes, Line, line_chart
-from ..content.blocks import Block, Chart, Code, Section, Table, Text, number, percent
-from ..content.run import Run
+from ..content import Block, Chart, Code, Run, Section, Table, Text, number, percent
 
 AHEAD = 8
 """The curve goes on to so many times the processes."""

@@ -9,12 +9,13 @@ from ...figures.step_parts import StepParts
 from ..charts.frame import share_bar
 from ..charts.scale import limit
 from ..charts.series import Axes, shared, stacked_area
-from ..content.blocks import (
+from ..content import (
     NAMES,
     PARTS,
     STYLES,
     Block,
     Chart,
+    Run,
     Section,
     Table,
     mean_parts,
@@ -23,7 +24,6 @@ from ..content.blocks import (
     plural,
     seconds,
 )
-from ..content.run import Run
 
 MOST_RANKS = 32
 NAMED = 4

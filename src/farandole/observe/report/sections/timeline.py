@@ -14,9 +14,8 @@ from ...figures.waits import WireTime, waits_of, wires_of
 from ...format.rows import StepRow
 from ..charts.frame import WIDTH, Label, apart, frame, number, shape
 from ..charts.scale import tick_texts, ticks
-from ..content.blocks import Block as PageBlock
-from ..content.blocks import Chart, Section, seconds
-from ..content.run import Run
+from ..content import Block as PageBlock
+from ..content import Chart, Run, Section, seconds
 
 WAIT = "waiting for the exchange"
 MOST_RANKS = 16

@@ -8,8 +8,7 @@ from ....core.vocabulary.units import format_rate, format_share
 from ...diagnose.verdict import SAVING
 from ...figures.inexact import few_steps
 from ...figures.summary import describe_efficiency
-from ..content.blocks import plural, seconds
-from ..content.run import Run, number_of
+from ..content import Run, number_of, plural, seconds
 
 
 def headline(run: Run) -> tuple[str, str]:

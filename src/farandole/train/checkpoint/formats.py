@@ -7,22 +7,47 @@ records reads it. A file that names anything else is refused, with the name.
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+import secrets
+import shutil
+import socket
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import EnumMeta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ....checkpoint.safetensors_file import find_tensors, read_bytes
-from ....core.vocabulary.errors import CheckpointError
+from ...checkpoint.directory import (
+    FILE_MODE,
+    commit_manifest,
+    make_step_directory,
+    read_manifest,
+    remove_leftovers,
+    saved_steps,
+    shard_name,
+    step_directory,
+    sync_directory,
+)
+from ...checkpoint.encoding import decode, encode
+from ...checkpoint.lock import DirectoryLock
+from ...checkpoint.safetensors_file import find_tensors, read_bytes
+from ...checkpoint.shard_file import digest, lay_out
+from ...comm.messages import bytes_of
+from ...core.vocabulary.errors import CheckpointError
+from .later_copy import MemoryFile, box_of, in_file_order
+from .optimizers import Item, local_items
+from .reading import read_tensors
+from .saver import make_manifest
+from .values import TensorsAside, restorer, tensor_names
 
 _ENTRIES = ("model", "state_dict", "model_state_dict", "module")
 """Where training scripts put a model's state dict beside other things."""
@@ -270,3 +295,172 @@ def _not_of_torch(path: Path, problem: Exception, expected: str) -> CheckpointEr
     return CheckpointError(
         f"{path}: expected {expected}; it cannot be read: {type(problem).__name__}: {said[0][:200]}", is_input=True
     )
+
+
+# A checkpoint made from weights in another format, by one process and without a world.
+
+
+_READERS: Mapping[str, Callable[[Path, str | None], Weights]] = {
+    "torch": read_torch, "dcp": read_dcp, "safetensors": read_safetensors,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCheckpoint:
+    """What `make_checkpoint` wrote."""
+
+    step: int
+    names: int
+    """Entries of the state dict."""
+    nbytes: int
+    """Size of the tensors, tied ones once."""
+    left_out: tuple[str, ...]
+    """Entries of the source beside the module."""
+    is_unwrapped: bool
+    """Whether ``module.``, which DistributedDataParallel puts before names, was removed."""
+
+
+def make_checkpoint(
+    source: Path,
+    directory: Path,
+    *,
+    from_: Literal["torch", "dcp", "safetensors"],
+    module: str | None = None,
+    step: int | None = None,
+) -> MadeCheckpoint:
+    """Make a checkpoint of the weights in `source`, for `fd.load` of a model alone. They go through memory.
+
+    Args:
+        source: a file of `torch.save`, a directory of torch.distributed.checkpoint, or a safetensors file, its
+            index or the directory of either.
+        directory: of checkpoints. Made if it is missing.
+        from_: the format of `source`.
+        module: the entry of `source` that holds the state dict; by default it is found, if only one fits.
+        step: the number of the checkpoint; by default the one that `source` names, or 0.
+
+    Raises:
+        CheckpointError: `source` cannot be read, needs pickle, or has a value without a form in a checkpoint;
+            `directory` cannot be written, or has a checkpoint of that step.
+    """
+    weights = _READERS[from_](source, module)
+    number = step if step is not None else weights.step or 0
+    aside = TensorsAside(ties=True)
+    shared = {"modules": {"model": encode(dict(weights.state), "model", aside)}, "optimizers": {}}
+    lock = DirectoryLock(directory, socket.gethostname(), secrets.token_hex(16))
+    try:
+        if number in saved_steps(directory):
+            raise CheckpointError(
+                f"{directory} has a checkpoint of step {number} already", is_input=True,
+                remedy="give another --step, or another directory",
+            )  # fmt: skip
+        nbytes = _write(directory, number, aside.tensors, shared)
+    except OSError as problem:
+        raise CheckpointError(f"cannot write to {directory}: {problem.strerror}", is_input=True) from None
+    finally:
+        lock.release()
+    return MadeCheckpoint(number, len(weights.state), nbytes, weights.left_out, weights.is_unwrapped)
+
+
+def _write(directory: Path, step: int, tensors: Mapping[str, torch.Tensor], shared: Any) -> int:
+    nonce = secrets.token_hex(8)
+    name = shard_name(0, 1, nonce)
+    make_step_directory(directory, step)
+    try:
+        file = _write_file(step_directory(directory, step) / name, in_file_order(local_items(tensors)), tensors)
+        commit_manifest(directory, make_manifest(step, [{**file, "file": name}], shared, None), nonce)
+    finally:
+        with suppress(OSError, CheckpointError):
+            remove_leftovers(directory, step)
+    return int(file["bytes"] - file["header_bytes"])
+
+
+def _write_file(path: Path, items: Sequence[Item], tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    head, pieces, nbytes = lay_out([(name, dtype, offsets, shape) for name, dtype, _, offsets, shape in items])
+    hashes = []
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE)
+    with os.fdopen(descriptor, "wb") as file, torch.no_grad():
+        file.write(head)
+        for piece in pieces:
+            box = box_of(tensors[piece.tensor], piece.offsets, piece.shape)
+            content = bytes_of(box).numpy().data
+            hashes.append(digest(content))
+            file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+    described = MemoryFile(nbytes, len(head), digest(head), tuple(pieces), tuple(item[2] for item in items))
+    return described.describe(path.name, hashes, {"others": {}})
+
+
+# A checkpoint in torch's own formats: a file of `torch.save`, or a directory of torch.distributed.checkpoint.
+
+
+def convert_checkpoint(directory: Path, step: int, output: Path, *, to: Literal["torch", "dcp"]) -> None:
+    """Write modules, optimizers and the step of a checkpoint in a format of torch, by one process.
+
+    What each rank has of its own (loaders, schedulers, generators of random numbers, residuals) is left out.
+
+    Args:
+        directory: of the run's checkpoints.
+        step: which one.
+        output: file or directory to write; it must not be there.
+        to: ``torch``: a file that ``torch.load(..., weights_only=True)`` reads, with state dicts as `Module` and
+            `Optimizer` have them; ``dcp``: a directory, with optimizers' states by names of parameters, as
+            `torch.distributed.checkpoint.state_dict.get_state_dict` has them.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or `output` cannot be written or is there already.
+    """
+    if output.exists():
+        raise CheckpointError(f"{output} is there already", is_input=True, remedy="remove it, or name another")
+    state = read_whole(directory, step, numbered=to == "torch")
+    aside = output.with_name(f".{output.name}.{os.getpid()}")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        if to == "torch":
+            torch.save(state, aside)
+        else:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # that it saves in a single process
+                dcp.save(state, checkpoint_id=aside, no_dist=True)
+        aside.rename(output)
+    except (OSError, RuntimeError, dcp.CheckpointException) as problem:
+        raise CheckpointError(f"cannot write {output}: {problem}", is_input=True) from None
+    finally:
+        with suppress(OSError):
+            aside.unlink()
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def read_whole(directory: Path, step: int, *, numbered: bool) -> dict[str, Any]:
+    """Return modules' and optimizers' states by their names in the checkpoint, and ``step``.
+
+    Args:
+        directory: of the run's checkpoints.
+        step: which one.
+        numbered: whether parameters of optimizers have numbers, as in ``Optimizer.state_dict``; else names.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or altered.
+    """
+    manifest = read_manifest(directory, step)
+    wanted = {name: manifest.tensors[name] for name in set(tensor_names(manifest.shared))}
+    references = {
+        name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype)) for name, entry in wanted.items()
+    }
+    tensors = read_tensors(step_directory(directory, step), manifest, references)
+    shared = decode(manifest.shared, restorer(tensors))
+    optimizers = {name: _optimizer(each, numbered) for name, each in shared["optimizers"].items()}
+    return {**shared["modules"], **optimizers, "step": step}
+
+
+def _optimizer(saved: Mapping[str, Any], numbered: bool) -> dict[str, Any]:
+    names = [name for group in saved["groups"] for name in group["params"]]
+    key: dict[str, int | str] = (
+        {name: index for index, name in enumerate(names)}
+        if numbered
+        else {name: name.removeprefix("model/") for name in names}
+    )
+    groups = [{**group, "params": [key[name] for name in group["params"]]} for group in saved["groups"]]
+    state = {key[name]: value for name, value in saved["state"].items()}
+    return {"state": {**state, **saved["other_state"]}, "param_groups": groups, **saved["rest"]}

@@ -15,16 +15,103 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
-from ...core.environ.env import color_is_allowed
-from ...core.vocabulary.notice import NOTICE
-from ...core.vocabulary.run_files import log_path
-from .log_file import EqualWarnings, LogFile
-from .style import OWN_STYLE, OutputStyle, RankFiles, make_prefix
+from ..core.environ.env import color_is_allowed
+from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.notice import NOTICE
+from ..core.vocabulary.run_files import log_path
+
+# What stands before a rank's line on the console, and files of what each rank printed.
+#
+# Our own prefix is ``[rank] line``. Horovod's, which log readers match on, is ``[rank]<stdout>:line``, with
+# ``-prefix-timestamp`` ``Sat Nov 21 10:00:00 2026[rank]<stdout>:line``.
+
+
+PrefixName = Literal["own", "horovod", "horovod with time"]
+
+
+@dataclass(frozen=True)
+class OutputStyle:
+    """How the ranks' output is shown and where copies of it go."""
+
+    prefix: PrefixName = "own"
+    directory: Path | None = None
+    """Where to keep ``rank.<r>/stdout`` and ``rank.<r>/stderr``; None: nowhere beside the run's logs."""
+    warnings_once: bool = False
+    """Whether a warning that another rank has printed is left out. The logs keep it."""
+
+
+OWN_STYLE = OutputStyle()
+
+
+def make_prefix(style: OutputStyle, size: int) -> Callable[[int, bool], bytes]:
+    """Return what gives the prefix of a line of a rank, on stdout or (True) stderr."""
+    if style.prefix == "own":
+        width = len(str(max(size - 1, 0)))
+        return lambda rank, _: b"[%*d] " % (width, rank)
+    timed = style.prefix == "horovod with time"
+
+    def prefix(rank: int, is_error: bool) -> bytes:
+        now = time.asctime().encode() if timed else b""
+        return b"%b[%d]<%b>:" % (now, rank, b"stderr" if is_error else b"stdout")
+
+    return prefix
+
+
+class RankFiles:
+    """``DIR/rank.<rank>/{stdout,stderr}``, ranks padded with zeros: the bytes as printed, without prefixes."""
+
+    def __init__(
+        self, directory: Path, size: int, *, first: int = 0, tell: Tell = lambda path, problem: None
+    ) -> None:
+        """Make the files; raise `ConfigError` when they cannot be made. `tell` hears of those that fail later."""
+        self._directory = directory
+        self._tell = tell
+        self._first = first
+        self._width = len(str(max(size - 1, 0)))
+        self._files: dict[tuple[int, bool], LogFile] = {}
+        self._is_made = False
+        self.open(size)
+        try:
+            for file in self._files.values():
+                file.check()
+        except OSError as problem:
+            self.close()
+            raise ConfigError(
+                f"--output-filename {self._directory}: {problem}", remedy="name a directory that can be written"
+            ) from None
+        self._is_made = True
+
+    def open(self, size: int) -> None:
+        """Make the files of the first `size` ranks, where they are not there yet."""
+        for rank in range(self._first + len(self._files) // 2, size):
+            place = self._directory / f"rank.{rank:0{self._width}d}"
+            for name, is_error in (("stdout", False), ("stderr", True)):
+                self._files[rank, is_error] = LogFile(place / name, self._failed, anew=True)
+
+    def write(self, rank: int, is_error: bool, data: bytes) -> None:
+        """Keep what a rank wrote."""
+        self._files[rank, is_error].write(data)
+
+    def flush(self) -> None:
+        """Let readers see what was written."""
+        for file in self._files.values():
+            file.flush()
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+    def _failed(self, path: Path, problem: OSError) -> None:
+        if self._is_made:
+            self._tell(path, problem)
+
 
 HOLD_SECONDS = 0.7
 LAST_WORDS_SECONDS = 60.0
@@ -260,3 +347,96 @@ def _is_terminal(stream: IO[bytes]) -> bool:
         return stream.isatty()
     except ValueError:
         return False
+
+
+# A file of what a process prints. A disk that is full ends the writing, never the job.
+#
+# log = LogFile(path, tell=lambda path, problem: ...) log.write(b"...")
+
+
+_MOST_WAITING_BYTES = 64 * 1024
+
+Tell = Callable[[Path, OSError], None]
+"""Called when a file cannot be written any more, at most once a file."""
+
+
+class LogFile:
+    """Appends bytes to a private file; nothing here raises OSError but `check`."""
+
+    def __init__(self, path: Path, tell: Tell, *, anew: bool = False) -> None:
+        """Open `path`, with its directory made. `anew`: what it held before is forgotten."""
+        self.path, self._tell = path, tell
+        self._waiting = bytearray()
+        self._descriptor = -1
+        self._problem: OSError | None = None
+        how = os.O_TRUNC if anew else os.O_APPEND
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o600)
+        except OSError as problem:
+            self._stop(problem)
+
+    def check(self) -> None:
+        """Raise what keeps this file from being written."""
+        if self._problem is not None:
+            raise self._problem
+
+    def write(self, data: bytes) -> None:
+        """Take bytes; they are in the file after the next `flush`."""
+        if self._descriptor >= 0:
+            self._waiting += data
+            if len(self._waiting) > _MOST_WAITING_BYTES:
+                self.flush()
+
+    def flush(self) -> None:
+        """Let readers see what was written."""
+        try:
+            while self._waiting and self._descriptor >= 0:
+                del self._waiting[: os.write(self._descriptor, self._waiting)]
+        except OSError as problem:
+            self._stop(problem)
+
+    def close(self) -> None:
+        """Write what waits, and close."""
+        self.flush()
+        self._release()
+
+    def _stop(self, problem: OSError) -> None:
+        self._problem = problem
+        self._release()
+        self._tell(self.path, problem)
+
+    def _release(self) -> None:
+        self._waiting.clear()
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with suppress(OSError):  # what a network's file system says at the end is too late for anything
+                os.close(descriptor)
+
+
+# Warnings that several ranks print alike: that of the first rank is shown. The logs have all of them.
+
+_WARNING = re.compile(rb":\d+: \w*Warning: |^farandole: warning: ")
+"""As Python prints a warning, ``train.py:3: UserWarning: ...``, and as Farandole does."""
+
+
+class EqualWarnings:
+    """What ranks have warned of so far."""
+
+    def __init__(self) -> None:
+        self._first: dict[bytes, int] = {}
+        """The rank that printed a warning first."""
+        self._hiding: set[int] = set()
+        """Ranks whose last warning was hidden: the line of code below it is hidden with it."""
+
+    def hides(self, rank: int, line: bytes) -> bool:
+        """Return whether `line`, which `rank` wrote to stderr, belongs to a warning that another rank printed."""
+        if rank in self._hiding and line.startswith(b"  "):
+            return True
+        self._hiding.discard(rank)
+        if not _WARNING.search(line):
+            return False
+        is_equal = self._first.setdefault(line.strip(), rank) != rank
+        if is_equal:
+            self._hiding.add(rank)
+        return is_equal

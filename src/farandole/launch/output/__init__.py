@@ -1,1 +1,0 @@
-"""What ranks print: console prefixes, log files, progress."""

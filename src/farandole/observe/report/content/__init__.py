@@ -1,1 +1,0 @@
-"""What the sections of the page are made of: the run that was read, blocks, and how quantities are written."""
