@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
+from farandole.parallel.distribute import undistribute
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone
@@ -47,6 +48,19 @@ def assert_both_alike(model: nn.Module, reference: nn.Module) -> None:
     assert_same_bits(model)
     x, _ = images(5)
     torch.testing.assert_close(model.eval()(x), reference.eval()(x), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_statistics_are_this_ranks_own_when_the_plan_is_undone() -> None:
+    rank = fd.init().rank
+    model, plain = convolutional(), convolutional()
+    fd.distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(sync_batch_norm=True))
+    undistribute(model)
+    plain.load_state_dict(model.state_dict())
+    if rank == 0:  # alone: nothing is exchanged any more
+        x, _ = images(6)
+        torch.testing.assert_close(model(x), plain(x), rtol=0.0, atol=0.0)
+    assert list(map(type, model)) == list(map(type, plain))
 
 
 @pytest.mark.full("further")

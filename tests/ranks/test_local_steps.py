@@ -764,6 +764,22 @@ def test_front_ends_that_save_by_themselves_refuse_it() -> None:
         distribute(model, torch.optim.SGD(model.parameters(), 0.1), fd.Plan(sync="local:H=2"))
 
 
+@ranks(2)
+def test_a_model_that_was_refused_late_is_as_it_was() -> None:
+    rank = fd.init().rank
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    refused = fd.Plan(sync="post_local:H=99,fragments=99", precision="bf16")
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="99 fragments, but 2 parameters train"):
+            fd.distribute(model, optimizer, refused)
+        assert type(model) is nn.Linear, "it casts no more"
+    fd.distribute(model, optimizer, fd.Plan(sync="local:H=9"))
+    model(torch.full((1, 3), rank + 1.0)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[rank + 1.0] * 3], "no exchange of the first plan is there"
+
+
 class Outer(Optimizer):
     """Steps another one within its own step."""
 

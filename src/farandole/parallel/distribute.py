@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from ..comm.codecs.eligibility import choose_codec
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
@@ -104,20 +105,25 @@ def distribute(
         if strategy.is_asked():
             strategy.check()
             asked.append(strategy)
-    for strategy in asked:
-        strategy.prepare()
-    if here.size > 1:
-        broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
-        for each in optimizers:
-            broadcast_optimizer(here, each)
-    here.session.stall_seconds = plan.stall_seconds
-    late = [strategy for strategy in asked if strategy.takes_own_parameters]
-    if mesh.size("pipeline") == 1:
-        _apply(asked, asked)
-    else:
-        call.when_cut = partial(_apply, late, asked)
-        _apply([strategy for strategy in asked if strategy not in late], [])
     distributed.stands_for(model)
+    late = [strategy for strategy in asked if strategy.takes_own_parameters]
+    try:
+        for strategy in asked:
+            strategy.prepare()
+        if here.size > 1:
+            broadcast_tensors(here, stored_tensors([*model.parameters(), *model.buffers()]))
+            for each in optimizers:
+                broadcast_optimizer(here, each)
+        if mesh.size("pipeline") == 1:
+            _apply(asked, asked)
+        else:
+            call.when_cut = partial(_apply, late, asked)
+            _apply([strategy for strategy in asked if strategy not in late], [])
+    except BaseException:  # what no check could find: a model that is not divided is as it was
+        if distributed.is_whole:
+            undistribute(model)
+        raise
+    here.session.stall_seconds = plan.stall_seconds
     return model, optimizer
 
 
@@ -140,8 +146,8 @@ def undistribute(model: nn.Module) -> None:
             "undistribute: the parameters of this model are sharded (zero = 3), and its units stay so",
             remedy="save it with farandole.save, and load it into a model that was made anew",
         )
-    mesh = distributed.mesh
-    if mesh is None:
+    plan, mesh = distributed.plan, distributed.mesh
+    if plan is None or mesh is None:
         return
     if not mesh.degrees.is_data_alone:
         raise ConfigError(
@@ -153,7 +159,7 @@ def undistribute(model: nn.Module) -> None:
         distributed.policy.close()
     if distributed.passes is not None:
         distributed.passes.stop()
-    if distributed.rounded_steps is not None:
+    if plan.bf16_parameters:
         widen_parameters(model)
     stop_recomputing(model)
     if distributed.reducer is not None:
@@ -174,6 +180,12 @@ class DataParallel(Strategy):
     def is_asked(self) -> bool:
         """Below stage 3, where several ranks have the same parameters and agree in each step."""
         return self.plan.zero < MOST_ZERO and self.distributed.exchanges
+
+    def check(self) -> None:
+        """Raise `PlanError` for a codec that a parameter cannot have."""
+        if self.distributed.is_whole:  # else it depends on what this rank will have
+            for name, parameter in self.model.named_parameters():
+                choose_codec(name, parameter, self.plan)
 
     def apply(self) -> None:
         """Exchange the gradients of all parameters but those of experts that are divided."""

@@ -192,7 +192,7 @@ class DistributeCall:
     after_sharding: Callable[[], None] | None = None
     """What hooks of split layers ask for, when shards have hooks too."""
     when_cut: Callable[[], None] | None = None
-    """With a pipeline: what is left to do when a rank has its own parameters alone, at the first step."""
+    """With a pipeline: what is still to do when a rank has its own parameters alone, at the first step."""
 
 
 class Strategy:

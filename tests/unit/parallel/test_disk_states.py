@@ -118,6 +118,18 @@ def test_without_the_plan_states_stay_in_the_file_and_steps_are_those_of_torch(d
     assert all(mapped(optimizer)), "nobody has moved them"
 
 
+def test_a_schedule_may_let_more_train_when_the_plan_is_applied_again(disk: Path) -> None:
+    model = model_of()
+    optimizer = AdamW(model.parameters(), 0.01)
+    for pattern in ("3.*", "*"):
+        plan = fd.Plan(offload="disk", offload_directory=str(disk), train_schedule={"0": pattern})
+        fd.distribute(model, optimizer, plan)
+        train(model, optimizer, range(2))
+        undistribute(model)
+    assert len(mapped(optimizer)) == 12, "two states of each parameter"
+    assert all(mapped(optimizer))
+
+
 def test_states_are_saved_and_loaded_as_ever(tmp_path: Path) -> None:
     first, second = model_of(), model_of(1)
     fd.distribute(first, optimizer := AdamW(first.parameters(), 0.01), plan_of(tmp_path))

@@ -1,7 +1,7 @@
 """BatchNorm over the global batch: every rank normalises with the statistics of all samples.
 
-`convert_sync_batchnorm` turns a model's BatchNorm layers into their synchronised kin in place: the class of the
-layer changes, its parameters, buffers, names and `isinstance` checks do not. Works on CPU and GPU
+`GlobalStatistics` turns a model's BatchNorm layers into their synchronised kin in place: the class of the layer
+changes, its parameters, buffers, names and `isinstance` checks do not. Works on CPU and GPU
 (torch's own SyncBatchNorm refuses CPU tensors). A copy of such a layer, made in memory or by a file, is of the
 plain class again: it belongs to no group of ranks, and normalises by itself.
 
@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CommError, ConfigError
-from ..changed_class import ChangedClass
+from ..changed_class import ChangedClass, plain_class_of, set_class
 from ..model import Strategy
 
 
@@ -48,25 +48,30 @@ class GlobalStatistics(Strategy):
         return self.plan.sync_batch_norm and self.distributed.exchanges
 
     def apply(self) -> None:
-        """See `convert_sync_batchnorm`."""
-        convert_sync_batchnorm(self.model, self.mesh.replicas)
+        """Let the layers use them from now on. They travel in a group of their own."""
+        layers = [each for each in self.model.modules() if isinstance(each, _BatchNorm) and not _by_others(each)]
+        if not layers:
+            return
+        stats_group = StatsGroup(self.mesh.replicas)
+        stats_group.layers = Counter(type(layer).__name__ for layer in layers)
+        for layer in layers:
+            kind: Any = type(layer)
+            layer.__class__ = _kin(kind)
+            object.__setattr__(layer, "_farandole", stats_group)
+        self.distributed.hooks.append(_Kins(layers))
 
 
-def convert_sync_batchnorm(model: nn.Module, world: World) -> int:
-    """Make every BatchNorm layer of `model` use global statistics; return how many there were.
+class _Kins:
+    """The layers that were changed: a handle that lets them normalise by this rank's samples again."""
 
-    To be called by all ranks. The statistics travel in a group of their own.
-    """
-    layers = [module for module in model.modules() if isinstance(module, _BatchNorm) and not _by_others(module)]
-    if not layers or world.size == 1:
-        return len(layers)
-    stats_group = StatsGroup(world)
-    stats_group.layers = Counter(type(layer).__name__ for layer in layers)
-    for layer in layers:
-        kind: Any = type(layer)
-        layer.__class__ = _kin(kind)
-        object.__setattr__(layer, "_farandole", stats_group)
-    return len(layers)
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self._layers = list(map(weakref.ref, layers))
+
+    def remove(self) -> None:
+        for ref in self._layers:
+            if (layer := ref()) is not None and stats_group_of(layer) is not None:
+                set_class(layer, plain_class_of(layer))
+                object.__delattr__(layer, "_farandole")
 
 
 def is_synchronised(module: nn.Module) -> bool:
@@ -75,7 +80,7 @@ def is_synchronised(module: nn.Module) -> bool:
 
 
 def stats_group_of(module: nn.Module) -> StatsGroup | None:
-    """Return the group in which the layer's statistics travel, if `convert_sync_batchnorm` made it."""
+    """Return the group in which the layer's statistics travel, if `GlobalStatistics` made it."""
     found = vars(module).get("_farandole")
     return found if isinstance(found, StatsGroup) else None
 

@@ -77,10 +77,13 @@ def compare_models(
     Raises `ConfigError` for tensors that cannot be written to any more, and for parameters that one of the models
     in `distributed` has too. One small message a rank where all is well.
     """
+    shared = shared_with(model, distributed)
+    if here.size == 1:
+        _refuse_unfit([], shared)
+        return
     named = list(model.named_parameters())
     tensors = [*named, *model.named_buffers()]
     made = [name for name, each in tensors if each.is_inference()]
-    shared = shared_with(model, distributed)
     of_plan = [(f"plan key {key!r}", value) for key, value in plan.to_mapping().items()]
     of_model: list[Fact] = [
         ("parameters that another distributed model has too", shared),
@@ -103,7 +106,7 @@ def compare_models(
     if differs:
         require_same(here, "comparing plans", of_plan)
         require_same(here, "comparing models", of_model)
-    _refuse_unfit(made if here.size > 1 else [], shared)
+    _refuse_unfit(made, shared)
     _refuse_other_order(here, [digest for _, digest in said])
     if differs:
         require_same(here, "comparing parameters", of_parameters)

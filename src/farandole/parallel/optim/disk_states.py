@@ -306,8 +306,8 @@ class DiskStates:
         """`shape_of`: is asked for parameters as the groups hold them, now and between steps later."""
         self._directory, self._shape_of = directory, shape_of
         self._regions: dict[torch.Tensor, _Region] = {}
-        total = _state_bytes(optimizer, shape_of)
-        self._file = DiskFile(directory, total) if total else None
+        self._reserved_bytes = _state_bytes(optimizer, shape_of)
+        self._file = DiskFile(directory, self._reserved_bytes) if self._reserved_bytes else None
 
     def attach(self, optimizer: Optimizer) -> list[RemovableHandle]:
         """Let the optimizer step by chunks; before hooks that exchange parameters in the groups for shards.
@@ -318,7 +318,8 @@ class DiskStates:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 nbytes = self._bytes_of(optimizer, group, parameter)
-                if nbytes and parameter.requires_grad and self._file is not None:
+                fits = offset + nbytes <= self._reserved_bytes  # not if a schedule lets more train by now
+                if nbytes and parameter.requires_grad and fits and self._file is not None:
                     self._regions[parameter] = _Region(self._file, offset, nbytes)
                     offset += nbytes
         return [

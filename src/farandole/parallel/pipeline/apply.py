@@ -11,9 +11,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from ...core.schedule.actions import bubble_seconds
+from ...core.schedule.build import build_schedule
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.notice import write_notice
 from ..model import DistributedModel, Strategy
+from .layout import require_count, require_names
 from .messages import PipelinePeers, make_lines, needs_lines
 from .pipeline import Pipeline
 from .without_flush import DelayedPipeline
@@ -26,11 +28,16 @@ class PipelineParallel(Strategy):
 
     keys = ("pipeline",)
 
-    def apply(self) -> None:
-        """Let `fd.step` do so: at its first call each rank is left with its own parameters, and so its optimizers.
+    def check(self) -> None:
+        """Raise `PlanError` when the plan's cuts name nothing, or are not as many as its stages need."""
+        plan, size = self.plan, self.mesh.size("pipeline")
+        names = require_names(self.model, plan.pipeline_cuts)
+        schedule = build_schedule(plan.schedule, size, plan.micro_batches or 2 * size, plan.chunks)
+        if names:
+            require_count(names, schedule.stages)
 
-        Raises `PlanError` when the plan's cuts name nothing.
-        """
+    def apply(self) -> None:
+        """Let `fd.step` do so: at its first call each rank keeps its own parameters, as its optimizers do."""
         mesh, plan = self.mesh, self.plan
         part = mesh.part("pipeline")
         lines = make_lines(part) if needs_lines(mesh.here.device) else {}
