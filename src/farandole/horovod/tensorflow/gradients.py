@@ -33,9 +33,8 @@ from ..exchange.settings import GradientSettings
 from ..exchange.step_watch import quietly, tell
 from ..named_gradients import NamedGradients, Sent
 from .calls.call import OperationCall
-from .calls.graph import name_here
 from .calls.library import Library, find_library
-from .calls.run import run_plain
+from .calls.run import name_here, run_plain
 from .calls.tensors import torch_type
 from .errors import translated
 from .installed import tf

@@ -24,8 +24,8 @@ from ...exchange.layouts import layouts
 from ..errors import code_of, failures
 from ..installed import tf
 from .call import OperationCall
-from .generation import generation
 from .library import Library
+from .scalars import generation
 from .tensors import from_memory, torch_type
 
 _MOST_DIMENSIONS = 254

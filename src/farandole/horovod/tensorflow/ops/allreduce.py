@@ -16,8 +16,7 @@ from ...common.reductions import (
     reduction_of,
 )
 from ..calls.call import OperationCall
-from ..calls.graph import name_here
-from ..calls.run import run
+from ..calls.run import name_here, run
 from ..compression import Compression
 from ..installed import tf
 from .allgather import allgather
