@@ -15,6 +15,7 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.memory import ModelFacts, OptimizerFacts, Setting, WeightFacts, memory_of
 from farandole.plan.model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts, UnitGradient
+from tests.programs.told_tables import what_others_do
 from tests.unit.plan.cost.cases import cluster_of, memory_facts
 
 SEQUENCE, VOCABULARY = 2048, 51200
@@ -108,13 +109,15 @@ MEGATRON = (
 def test_megatron_s_table_from_the_preset() -> None:
     errors = {}
     for billions, heads, hidden, layers, tensor, pipeline, ranks, batch, teraflops, micro_batch in MEGATRON:
-        plan = Plan(
-            precision="bf16", bf16_parameters=True, recompute="blocks", tensor=tensor, pipeline=pipeline,
-            micro_batches=batch * tensor * pipeline // (ranks * micro_batch),
-            pipeline_cuts=tuple(str(layers // pipeline * stage) for stage in range(1, pipeline)),
-        )  # fmt: skip
         cluster = preset_cluster("dgx-a100", ranks)
-        prediction = predict(gpt(layers, hidden, heads), cluster, Candidate(plan, ranks, batch), interval=False)
+        with what_others_do():
+            plan = Plan(
+                precision="bf16", bf16_parameters=True, recompute="blocks", tensor=tensor, pipeline=pipeline,
+                micro_batches=batch * tensor * pipeline // (ranks * micro_batch),
+                pipeline_cuts=tuple(str(layers // pipeline * stage) for stage in range(1, pipeline)),
+            )  # fmt: skip
+            made = Candidate(plan, ranks, batch)
+            prediction = predict(gpt(layers, hidden, heads), cluster, made, interval=False)
         # The paper's own count, equation 3, with recomputation.
         flops = 96.0 * batch * SEQUENCE * layers * hidden**2
         flops *= 1 + SEQUENCE / (6 * hidden) + VOCABULARY / (16 * layers * hidden)
