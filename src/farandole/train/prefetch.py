@@ -43,7 +43,8 @@ from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.units import format_seconds, format_share
 from ..observe.diagnose.finders.loader_fixes import LoaderFacts
 from ..parallel.instrument.training_facts import note_loader, own_cores
-from .data.ahead import AheadThread, DrawnAhead, Handover, LoopWait, Tell, draw_into, drawing_for, drawn_ahead
+from .data.ahead.ahead_thread import AheadThread, draw_into
+from .data.ahead.told_later import DrawnAhead, Handover, LoopWait, Tell, drawing_for, drawn_ahead
 from .data.loader import ShardedLoader
 from .data.loader_watch import leave_out, samples_of
 from .data.random_state import generator_states

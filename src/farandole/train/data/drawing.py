@@ -17,7 +17,7 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
 from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges, balancer_of
-from .ahead import Handover, drawn_ahead, tell
+from .ahead.told_later import Handover, drawn_ahead, tell
 from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_kind import no_draw
 from .loader_watch import leave_out
