@@ -490,5 +490,5 @@ def test_bad_arguments_of_init_are_one_line(tmp_path: Path) -> None:
 @pytest.mark.timeout(2 * SECONDS)
 def test_a_script_alone_gets_the_line_too(tmp_path: Path) -> None:
     done = warm.python(tmp_path, script(tmp_path, FORGOTTEN), timeout=SECONDS)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert done.stderr == "farandole: script.py:5: there is no world yet; call farandole.init() first\n"
