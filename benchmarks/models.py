@@ -15,7 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from farandole.bench.models import LanguageModel, resnet50
+try:
+    from farandole.bench.models import LanguageModel, resnet50
+except ImportError:  # another version, which `two_versions.py` measures this one beside
+    from farandole.bench.models.language import LanguageModel  # type: ignore[no-redef, import-not-found]
+    from farandole.bench.models.resnet import resnet50  # type: ignore[no-redef, import-not-found]
 
 Loss = Callable[[nn.Module], torch.Tensor]
 """Of a model, on a fixed batch."""
