@@ -14,8 +14,7 @@ from farandole.core.vocabulary import events
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.export.operation_timeline import timeline_path
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
-from farandole.observe.format.phases import step_seconds
-from farandole.observe.format.rows import StepRow
+from farandole.observe.format.rows import StepRow, step_seconds
 from farandole.observe.live import read_state
 from farandole.observe.read.run_reader import read_run
 from farandole.observe.read.timeline_reader import RankTimeline

@@ -34,8 +34,7 @@ from farandole.core.vocabulary.events import (
     ClockOffset,
 )
 from farandole.observe.figures.summary import summarise
-from farandole.observe.format.phases import step_seconds
-from farandole.observe.format.rows import StepRow
+from farandole.observe.format.rows import StepRow, step_seconds
 from farandole.observe.read.clock import ClockTrack
 from farandole.observe.read.timeline_reader import RankTimeline, read_events
 from farandole.train.clock_sync import ClockSync

@@ -39,12 +39,12 @@ def step():
     optimizer.step()
     optimizer.zero_grad()
 
-for _ in range(3):
+for _ in range(4):  # what looks ever more rarely does so at powers of two: the next one is like most
     step()
 with entered.during("step"):
     step()
 with entered.during("save"):
-    fd.save("saved", model, optimizer, step=4)
+    fd.save("saved", model, optimizer, step=5)
 with entered.during("load"):
     fd.load("saved", model, optimizer)
 entered.write(f"rank{{world.rank}}.json")

@@ -14,6 +14,7 @@ MOST_ENTERED, MOST_CARRYING = 73, 16
 """Of launcher, agents and ranks together: of the walk over ssh, where imports count. They may only be lowered."""
 
 
+@pytest.mark.timeout(240)
 def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:
     walk = walk_over_ssh(tmp_path)
     assert {"cli/main", "launch/ssh/link/frames", "core/environ/job_plan"} <= walk.carrying
@@ -21,6 +22,7 @@ def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:
     assert len(walk.entered) <= MOST_ENTERED, sorted(walk.entered)
 
 
+@pytest.mark.timeout(240)
 def test_a_step_and_distribute_enter_no_more_files(tmp_path: Path) -> None:
     found = of_a_training(tmp_path)
     for part, file in (("step", "parallel/model"), ("distribute", "parallel/distribute")):

@@ -21,8 +21,8 @@ from rich.text import Text
 from ..core.vocabulary.errors import DataError
 from ..core.vocabulary.run_files import METRICS, RUN
 from ..core.vocabulary.units import format_bytes, format_seconds
-from .figures.step_parts import own_waits, rows_of
-from .format.phases import step_seconds
+from .figures.step_parts import rows_of
+from .format.rows import own_waits, step_seconds
 from .read.run_end import how_it_failed, why_ended
 from .read.run_reader import no_run, read_facts
 from .read.timeline_reader import RankTimeline, read_tail

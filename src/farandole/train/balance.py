@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from ..comm.world.comm_errors import translated
+from ..comm.world.session import NEVER
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.step_model.prediction import divide_samples, longest_seconds
@@ -51,7 +52,7 @@ from ..core.vocabulary.events import (
     StepDone,
 )
 from ..core.vocabulary.notice import write_notice
-from ..parallel.data.balance import BalanceKeys, balance_of
+from ..parallel.data.balance import BalanceKeys, balance_of, is_balance_known
 
 # How long this rank computes for one sample, by the events that it records anyway.
 
@@ -449,9 +450,10 @@ class OpenBalancer:
     def __init__(self, here: World) -> None:
         self._here = here
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, _: int) -> int | None:
         """Make it, if a plan asks for it and it is not there."""
         balancer_of(self._here)
+        return NEVER if is_balance_known(self._here) else None
 
 
 def _text(counts: tuple[int, ...]) -> str:

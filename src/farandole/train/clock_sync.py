@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from ..comm.world.session import NEVER
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.events import ClockOffset
@@ -69,10 +70,11 @@ class ClockSync:
         if here.rank == 0 or here.rank in self._askers:
             self._meet_others(0, max(meet_seconds, FIRST_MEET_SECONDS))
 
-    def after_step(self, step: int) -> None:
-        """Compare the clocks, when it is time."""
+    def after_step(self, step: int) -> int:
+        """Compare the clocks, when it is time; return when it is the next time."""
         if self.next_step is not None and step >= self.next_step:
             self._meet_others(step, self._meet)
+        return NEVER if self.next_step is None else self.next_step
 
     def _meet_others(self, step: int, meet_seconds: float) -> None:
         self._round += 1

@@ -16,7 +16,6 @@ import time
 import warnings
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -31,9 +30,9 @@ from ..core.host.stacks import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Started
-from ..observe.record.event_writer import EventWriter
 from ..observe.record.host_sampler import GarbageWatch, HostSampling
-from ..observe.record.progress import Fanout, MetricsWriter, TerminalProgress
+from ..observe.record.progress import MetricsWriter, TerminalProgress
+from ..observe.record.step_recorder import EventWriter, StepRecorder, StepSink
 from ..observe.record.traffic_watch import TrafficWatch
 from ..parallel.instrument.device_marks import figures_of
 from ..parallel.instrument.saving_watch import watch_saving
@@ -141,7 +140,7 @@ class TrainSession:
 
     def __init__(self, here: World, directory: Path | None) -> None:
         self._here, self._directory = here, directory
-        self._recorder: Fanout | None = None
+        self._recorder: StepRecorder | None = None
         self._garbage: GarbageWatch | None = None
         self._verification: VerificationRun | None = None
         self._undistributed: UndistributedWatch | None = None
@@ -215,19 +214,19 @@ class TrainSession:
 
     def _record(self, generation: int, progress: bool) -> None:
         here = self._here
-        recorders: list[Any] = [] if self._tuner is None else [self._tuner]
+        sinks: list[StepSink] = []
         if self._directory is not None:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-                recorders.append(EventWriter(self._directory, here.rank))
+                sinks.append(EventWriter(self._directory, here.rank))
                 if here.rank == 0:
-                    recorders.append(MetricsWriter(self._directory))
+                    sinks.append(MetricsWriter(self._directory))
             except OSError as problem:
                 raise ConfigError(f"cannot write to run directory {self._directory}: {problem}") from None
         elif here.rank == 0 and progress:
-            recorders.append(TerminalProgress(sys.stderr))
-        self._recorder = Fanout(recorders)
-        here.session.recorder = self._recorder
+            sinks.append(TerminalProgress(sys.stderr))
+        recorder = StepRecorder(sinks, [] if self._tuner is None else [self._tuner])
+        self._recorder = here.session.recorder = recorder
         name = clock_name()
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         here.session.recorder.record(
@@ -236,10 +235,10 @@ class TrainSession:
         if self._directory is not None:
             watch_facts(here)
             watch_saving(here)
-            recorders.append(HostSampling(self._recorder.record, figures_of(here), peak_bytes=peak_of(here)))
+            recorder.add(HostSampling(recorder.record, figures_of(here), peak_bytes=peak_of(here)))
             if here.node_count > 1:
-                recorders.append(TrafficWatch(self._recorder.record))
-            self._garbage = GarbageWatch(self._recorder.record)
+                recorder.add(TrafficWatch(recorder.record))
+            self._garbage = GarbageWatch(recorder.record)
             self._garbage.open()
         if here.size > 1:
             here.session.steps.after_step(ClockSync(here, name).after_step)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.comm.world.session import Session, StepCounter
+from farandole.comm.world.session import NEVER, Session, StepCounter, next_power_of_two
 
 
 class Optimizer:
@@ -52,6 +52,30 @@ def test_a_step_is_recorded_before_listeners_hear_of_it_and_releases_what_was_dr
     assert order == []
     session.step_ends(optimizer)
     assert order == ["StepDone", "step 1", "released"]
+
+
+def test_a_listener_says_of_which_step_it_wants_to_hear_next() -> None:
+    steps, optimizer = StepCounter(), Optimizer()
+    heard: dict[str, list[int]] = {"each": [], "rarely": [], "once": [], "later": []}
+
+    def rarely(step: int) -> int:
+        heard["rarely"].append(step)
+        return next_power_of_two(step)
+
+    def once(step: int) -> int:
+        heard["once"].append(step)
+        steps.after_step(heard["later"].append)
+        return NEVER
+
+    steps.register(optimizer)
+    steps.after_step(heard["each"].append)
+    steps.after_step(rarely)
+    steps.after_step(once)
+    for _ in range(9):
+        assert steps.count(optimizer)
+        steps.notify()
+    every = list(range(1, 10))
+    assert heard == {"each": every, "rarely": [1, 2, 4, 8], "once": [1], "later": every}
 
 
 def test_a_session_keeps_one_of_a_kind_until_it_closes() -> None:

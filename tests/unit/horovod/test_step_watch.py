@@ -20,8 +20,7 @@ from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
 from farandole.observe.format.rows import StepRow
 from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.event_writer import EventWriter
-from farandole.observe.record.step_builder import StepBuilder
+from farandole.observe.record.step_recorder import EventWriter, StepBuilder, StepRecorder
 from farandole.train.stall.watcher import open_phases
 
 FACTS = (BucketFacts(4000, "none", ("kernel", "bias")),)
@@ -346,7 +345,7 @@ def train(folder: Path, clock: Clock, *, data: float, forward: float, marks: boo
     """Write two ranks' records of 40 batches in which they wait for data and compute so long."""
     for rank in range(2):
         clock.now = 100.0
-        writer = EventWriter(folder, rank)
+        writer = StepRecorder([EventWriter(folder, rank)])
         writer.record(Started(rank, 2, "a", 1 + rank, 0, 100.0, "", "clock"))
         watch = watched(writer)
         watch.note_front_end("keras on tensorflow")

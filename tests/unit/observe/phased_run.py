@@ -27,7 +27,7 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 STEP = 0.068
 WALL = "2026-11-21T12:00:00+00:00"
@@ -42,7 +42,7 @@ def make_phased_run(
     facts = {"size": ranks, "command": ["python", "t.py"], "started": WALL, "versions": {"torch": "2.13.0"}}
     (directory / "run.json").write_text(json.dumps(facts))
     for rank in range(ranks):
-        writer = EventWriter(directory, rank)
+        writer = StepRecorder([EventWriter(directory, rank)])
         ahead = clocks[rank] if clocks else 0.0
         own = f"{host}{rank}" if clocks else host
         writer.record(Started(rank, ranks, own, 1, 0, 100.0 + ahead, WALL, own))
@@ -58,7 +58,7 @@ def make_phased_run(
     return directory
 
 
-def _step(writer: EventWriter, at: float, step: int, rank: int, ranks: int) -> None:
+def _step(writer: StepRecorder, at: float, step: int, rank: int, ranks: int) -> None:
     ready, last = at + 0.032 + 0.02 * rank, at + 0.032 + 0.02 * (ranks - 1)
     writer.record(DataWait(at, at + 0.002, 4))
     writer.record(Phase(GARBAGE_COLLECTION, at + 0.005, at + 0.006))

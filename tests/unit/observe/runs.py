@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started, StepDone
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.progress import Progress
+from farandole.observe.record.step_recorder import EventWriter, StepBuilder, StepRecorder
 
 
 def make_run(
@@ -34,7 +36,7 @@ def make_run(
     (directory / "run.json").write_text(json.dumps({**facts, "plan": {"accumulate": 1}, "hosts": hosts or ["h"]}))
     slowest = max(compute)
     for rank in range(size):
-        writer = EventWriter(directory, rank)
+        writer = StepRecorder([EventWriter(directory, rank)])
         host = hosts[rank] if hosts else "h"
         writer.record(Started(rank, size, host, 1, 0, 100.0, "2026-01-01"))
         at = 100.0
@@ -50,3 +52,15 @@ def make_run(
             writer.record(StepDone(step, at))
         writer.close()
     return directory
+
+
+def progress_of(events: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return a row of progress for each step of these events."""
+    builder, progress = StepBuilder(), Progress(0.0)
+    rows = []
+    for event in events:
+        progress.note(event)
+        step = builder.take(event)
+        if step is not None and (row := progress.take_step(step)) is not None:
+            rows.append(row)
+    return rows

@@ -30,7 +30,7 @@ from farandole.core.vocabulary.events import (
     StepDone,
     Traffic,
 )
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 WORK = ("data", "forward", "loss", "backward", "optimizer")
 
@@ -113,7 +113,7 @@ class _Rank:
     def __init__(self, machine: Machine, rank: int, directory: Path) -> None:
         self.machine, self.rank = machine, rank
         self.host = machine.host_of(rank)
-        self.writer = EventWriter(directory, rank)
+        self.writer = StepRecorder([EventWriter(directory, rank)])
         self.at = 1000.0
         """True time."""
         self.sampled = self.counted = self.at

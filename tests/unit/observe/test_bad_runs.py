@@ -125,9 +125,9 @@ WRITES_UNTIL_KILLED = """
 import os, sys, time
 from pathlib import Path
 from farandole.core.vocabulary.events import DataWait, Phase, Started, StepDone
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 import socket
-writer = EventWriter(Path(sys.argv[1]), 0)
+writer = StepRecorder([EventWriter(Path(sys.argv[1]), 0)])
 at = time.monotonic()
 writer.record(Started(0, 2, socket.gethostname(), os.getpid(), 0, at, "2026-01-01T00:00:00", "a clock"))
 for step in range(1, 10**9):

@@ -12,7 +12,7 @@ from farandole.core.vocabulary.events import ClockOffset, DataWait, Exchange, Ph
 from farandole.observe.figures.step_parts import step_parts
 from farandole.observe.read.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
 from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 HOUR = 3600.0
 delays = st.floats(1e-5, 0.5)
@@ -55,7 +55,7 @@ def write(directory: Path, rank: int, clock: str, ahead: float, drift: float, *,
     def own(true: float) -> float:
         return true + ahead + drift * (true - 100.0)
 
-    writer = EventWriter(directory, rank)
+    writer = StepRecorder([EventWriter(directory, rank)])
     writer.record(Started(rank, 2, f"host{clock}", 1, 0, own(100.0), "", clock))
     for true in (100.0, 160.0, 220.0):
         if rank and measured:

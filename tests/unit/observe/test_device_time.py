@@ -24,7 +24,7 @@ from farandole.observe.diagnose import diagnose
 from farandole.observe.figures.step_parts import step_parts
 from farandole.observe.figures.summary import summarise
 from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 STEP = 0.142
 
@@ -36,7 +36,7 @@ def device_run(directory: Path, *, steps: int = 12, late: int = 1) -> Path:
     """
     directory.mkdir()
     (directory / "run.json").write_text(json.dumps({"size": 1, "command": ["python", "t.py"]}))
-    writer, at = EventWriter(directory, 0), 100.0
+    writer, at = StepRecorder([EventWriter(directory, 0)]), 100.0
     writer.record(Started(0, 1, "h", 1, 0, at, "2026-11-26T12:00:00+00:00", "h"))
     for step in range(1, steps + 1):
         writer.record(DataWait(at, at + 0.0005, 4))
@@ -81,7 +81,7 @@ def test_work_of_the_step_before_is_work_too_and_the_host_counts_where_the_devic
     directory = tmp_path / "r"
     directory.mkdir()
     (directory / "run.json").write_text(json.dumps({"size": 1, "command": ["python", "t.py"]}))
-    writer = EventWriter(directory, 0)
+    writer = StepRecorder([EventWriter(directory, 0)])
     writer.record(Started(0, 1, "h", 1, 0, 100.0, "", "h"))
     for step in (1, 2):
         at = 99.9 + step / 10

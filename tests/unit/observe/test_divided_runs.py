@@ -31,8 +31,9 @@ from farandole.core.vocabulary.events import (
 from farandole.observe.diagnose import Diagnosis, diagnose
 from farandole.observe.figures.summary import summarise
 from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.event_writer import EventWriter
-from farandole.observe.record.progress import Progress
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+
+from .runs import progress_of
 
 STEPS = 40
 
@@ -74,7 +75,7 @@ def write(directory: Path, run: Training) -> Path:
     }  # fmt: skip
     (directory / "run.json").write_text(json.dumps(facts))
     for rank in range(run.ranks):
-        writer = EventWriter(directory, rank)
+        writer = StepRecorder([EventWriter(directory, rank)])
         for event in events_of(run, rank):
             writer.record(event)
         writer.close()
@@ -250,7 +251,6 @@ def test_samples_of_ranks_that_share_them_are_counted_once(
     assert by_step == [samples * ranks // same] * STEPS
     assert summary.prediction is not None
     assert summary.prediction.notes == (), "the batch is what was predicted"
-    progress = Progress(0.0)
-    rows = [row for event in events_of(run, 0) if (row := progress.take(event)) is not None]
+    rows = progress_of(events_of(run, 0))
     rates = [row["samples_per_second"] * row["seconds"] for row in rows if "samples_per_second" in row]
     assert sum(rates) / len(rows) == pytest.approx(samples * ranks / same, rel=0.05)

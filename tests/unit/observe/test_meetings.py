@@ -10,7 +10,7 @@ import pytest
 from farandole.core.vocabulary.events import DataWait, Exchange, Setup, Started, StepDone
 from farandole.observe.diagnose import diagnose
 from farandole.observe.figures.summary import summarise
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 STEPS, COMPUTE_SECONDS, MEETING_SECONDS, MEETING_BYTES = 60, 0.05, 0.2, 8_000_000
 
@@ -43,7 +43,7 @@ def write_run(
     }
     (directory / "run.json").write_text(json.dumps(facts))
     for rank in range(2):
-        writer = EventWriter(directory, rank)
+        writer = StepRecorder([EventWriter(directory, rank)])
         writer.record(Started(rank, 2, f"h{rank % hosts}", 1, 0, 100.0, "2026-01-01"))
         writer.record(Setup(dict(setup or {})))
         if meetings is not None:

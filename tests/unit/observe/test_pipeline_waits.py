@@ -28,7 +28,7 @@ from farandole.core.vocabulary.events import (
     StepDone,
 )
 from farandole.observe.diagnose import Diagnosis, diagnose
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 MICRO_BATCHES = 8
 STEPS = 40
@@ -54,7 +54,7 @@ def diagnosed(
         (directory / "run.json").write_text(json.dumps({"version": 1, **facts}))
     ranks, draw, begin = stages * replicas, random.Random(0), 0.0
     schedule = build_schedule("1f1b", stages, MICRO_BATCHES, 0)
-    writers = [EventWriter(directory, rank) for rank in range(ranks)]
+    writers = [StepRecorder([EventWriter(directory, rank)]) for rank in range(ranks)]
     for rank, writer in enumerate(writers):
         writer.record(Started(rank, ranks, f"host{rank // 4}", 0, 0, 0.0, "virtual", "one"))
         text = f"1f1b {stages} {MICRO_BATCHES} 1"

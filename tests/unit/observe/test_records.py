@@ -44,16 +44,20 @@ from farandole.core.vocabulary.events import (
     Traffic,
 )
 from farandole.observe.figures.summary import summarise
-from farandole.observe.format.phases import divide, step_seconds
-from farandole.observe.format.rows import StepRow
+from farandole.observe.format.rows import StepRow, divide, step_seconds
 from farandole.observe.read import timeline_reader
 from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
 from farandole.observe.read.timeline_reader import read_events
 from farandole.observe.record import host_sampler
 from farandole.observe.record import host_sampler as other_work
-from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.host_sampler import HostSampling
-from farandole.observe.record.step_builder import EXCHANGES_KEPT, PHASES_KEPT, StepBuilder
+from farandole.observe.record.step_recorder import (
+    EXCHANGES_KEPT,
+    PHASES_KEPT,
+    EventWriter,
+    StepBuilder,
+    StepRecorder,
+)
 
 STARTED = Started(0, 2, "h", 1, 0, 100.0, "", "clock")
 
@@ -62,7 +66,9 @@ def bucket(at: float) -> BucketTimes:
     return BucketTimes(4096, 2048, at, at + 0.001, at + 0.002, at + 0.003, at + 0.01, 0.004, 0.002, 3)
 
 
-def write_step(writer: EventWriter, step: int, seconds: float = 0.1, buckets: int = 2, after: float = 0.0) -> None:
+def write_step(
+    writer: StepRecorder, step: int, seconds: float = 0.1, buckets: int = 2, after: float = 0.0
+) -> None:
     at = 100.0 + (step - 1) * 0.1 + after
     writer.record(DataWait(at, at + 0.01, 4))
     writer.record(Phase(FORWARD, at + 0.01, at + 0.03))
@@ -75,7 +81,7 @@ def write_step(writer: EventWriter, step: int, seconds: float = 0.1, buckets: in
 
 
 def test_everything_that_is_written_is_read(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path, 0)
+    writer = StepRecorder([EventWriter(tmp_path, 0)])
     layout = BucketLayout(
         "flat", (BucketFacts(4096, "int8:64", ("a.weight", 'b"\n')), BucketFacts(8, "none", ())), 1
     )
@@ -158,7 +164,7 @@ def test_version_1_is_read(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_damaged_lines_are_counted(tmp_path: Path, line: str) -> None:
     path = tmp_path / "events-rank0.jsonl"
-    writer = EventWriter(tmp_path, 0)
+    writer = StepRecorder([EventWriter(tmp_path, 0)])
     writer.record(STARTED)
     write_step(writer, 1)
     writer.close()
@@ -172,7 +178,7 @@ def test_damaged_lines_are_counted(tmp_path: Path, line: str) -> None:
 @pytest.mark.full("further")
 def test_a_long_run_stays_below_the_bound(tmp_path: Path) -> None:
     bound = 100_000
-    writer = EventWriter(tmp_path, 0, bound_bytes=bound)
+    writer = StepRecorder([EventWriter(tmp_path, 0, bound_bytes=bound)])
     writer.record(STARTED)
     steps = 20_000
     for step in range(1, steps + 1):
@@ -381,7 +387,7 @@ def test_the_speed_of_a_link_is_that_of_hardware(tmp_path: Path, monkeypatch: py
 
 
 def test_rows_are_small(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path, 0)
+    writer = StepRecorder([EventWriter(tmp_path, 0)])
     writer.record(STARTED)
     write_step(writer, 1, buckets=30)
     writer.close()

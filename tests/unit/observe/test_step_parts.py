@@ -23,10 +23,10 @@ from farandole.observe.figures.step_parts import SHARES, shares_of, step_parts
 from farandole.observe.figures.summary import summarise
 from farandole.observe.read.run_reader import read_run
 from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.event_writer import EventWriter
-from farandole.observe.record.progress import Progress
-from farandole.observe.record.step_builder import EXCHANGES_KEPT
+from farandole.observe.record.step_recorder import EXCHANGES_KEPT, EventWriter, StepRecorder
 from farandole.observe.report.content import mean_parts, read
+
+from .runs import progress_of
 
 STEPS = 12
 STEP_SECONDS = 1.0
@@ -57,18 +57,16 @@ def events(kind: str, rank: int, begin: float) -> list[object]:
 
 def record(directory: Path, kind: str) -> list[dict[str, float]]:
     """Write a run; return the rows of its progress."""
-    rows = []
+    rows: list[dict[str, float]] = []
     for rank in range(2):
-        writer = EventWriter(directory, rank)
-        progress = Progress(0.0)
+        writer = StepRecorder([EventWriter(directory, rank)])
         all_events: list[object] = [Started(rank, 2, "a", 1, 0, 0.0, "2026-11-21T10:00:00", "clock")]
         for step in range(STEPS):
             all_events += [*events(kind, rank, step * STEP_SECONDS), StepDone(step + 1, (step + 1) * STEP_SECONDS)]
         for event in all_events:
             writer.record(event)  # type: ignore[arg-type]
-            row = progress.take(event)  # type: ignore[arg-type]
-            if row is not None and rank == 0:
-                rows.append(row)
+        if rank == 0:
+            rows = progress_of(all_events)
         writer.close()
     return rows
 

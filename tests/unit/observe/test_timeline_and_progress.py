@@ -19,14 +19,13 @@ from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started
 from farandole.observe.figures.summary import summarise
 from farandole.observe.format.line_file import LineFile
 from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.event_writer import EventWriter
 from farandole.observe.record.progress import (
-    Fanout,
     MetricsWriter,
     TerminalProgress,
     latest_progress,
     progress_line,
 )
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 from tests.unit.observe.runs import make_run
 
 
@@ -110,7 +109,7 @@ def test_a_rank_of_several_generations_is_one_timeline(tmp_path: Path) -> None:
     """As an elastic job writes it: each generation begins with a header, and the number of ranks changes."""
     for rank, generations in ((0, (1, 2)), (1, (2,))):
         for generation in generations:
-            writer = EventWriter(tmp_path, rank)
+            writer = StepRecorder([EventWriter(tmp_path, rank)])
             writer.record(Started(rank, generation, "h", 1, generation, float(generation), ""))
             writer.record(StepDone(1, generation + 0.5))
             writer.close()
@@ -124,7 +123,7 @@ def test_a_rank_of_several_generations_is_one_timeline(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
-    writer = EventWriter(tmp_path, 0)
+    writer = StepRecorder([EventWriter(tmp_path, 0)])
     writer.record(Started(0, 1, "h", 1, 0, 0.0, ""))
     child = os.fork()
     if child == 0:
@@ -139,7 +138,7 @@ def test_a_forked_child_writes_nothing(tmp_path: Path) -> None:
 
 def test_recording_is_cheap(tmp_path: Path) -> None:
     """Not a measurement (that is in benchmarks/): a guard against something a hundred times too slow."""
-    writer = Fanout([EventWriter(tmp_path, 0), MetricsWriter(tmp_path)])
+    writer = StepRecorder([EventWriter(tmp_path, 0), MetricsWriter(tmp_path)])
     writer.record(Started(0, 2, "h", 1, 0, 0.0, ""))
     launches = tuple(float(i) for i in range(30))
     begin = time.perf_counter()
@@ -153,7 +152,7 @@ def test_recording_is_cheap(tmp_path: Path) -> None:
 
 def test_metrics_and_the_latest_line(tmp_path: Path) -> None:
     assert latest_progress(tmp_path) is None
-    writer = MetricsWriter(tmp_path)
+    writer = StepRecorder([MetricsWriter(tmp_path)])
     writer.record(Started(0, 2, "h", 1, 0, 100.0, ""))
     for step in range(1, 5):
         writer.record(DataWait(99.0 + step, 99.1 + step, 8))
@@ -174,7 +173,7 @@ def test_metrics_and_the_latest_line(tmp_path: Path) -> None:
 
 def test_metrics_of_the_script_are_written_with_their_steps(tmp_path: Path) -> None:
     """The newest value of each name and tenth of a second; what waits is written at the end."""
-    writer = MetricsWriter(tmp_path)
+    writer = StepRecorder([MetricsWriter(tmp_path)])
     writer.record(Started(0, 1, "h", 1, 0, 0.0, ""))
     for step in range(1, 101):
         writer.record(Logged(metrics={"lr": step / 10}))
@@ -197,7 +196,7 @@ def test_metrics_of_the_script_are_written_with_their_steps(tmp_path: Path) -> N
 
 
 def test_rows_are_thinned_but_the_last_always_comes(tmp_path: Path) -> None:
-    writer = MetricsWriter(tmp_path)
+    writer = StepRecorder([MetricsWriter(tmp_path)])
     writer.record(Started(0, 1, "h", 1, 0, 0.0, ""))
     for step in range(1, 101):
         writer.record(Logged(total_steps=100))
@@ -227,7 +226,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("live", [True, False])
 def test_the_line_that_no_launcher_draws(live: bool) -> None:
     stream = Terminal() if live else io.StringIO()
-    progress = TerminalProgress(stream)
+    progress = StepRecorder([TerminalProgress(stream)])
     progress.record(Started(0, 1, "h", 1, 0, 0.0, ""))
     for step in range(1, 31):
         progress.record(StepDone(step, float(step)))

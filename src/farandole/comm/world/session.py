@@ -9,6 +9,7 @@ that was registered and still lives. When it is dropped, the next one leads, and
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections import deque
@@ -20,8 +21,23 @@ from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
 from ..batch_weight import BatchWeight, Listeners
 
-# Steps of a training: which optimizer counts them, and who is told of each.
-Listener = Callable[[int], None]
+# Steps of a training: which optimizer counts them, and who is told of which.
+Listener = Callable[[int], int | None]
+"""Takes the number of a step that is done; returns that of the next one to be told of. None: of the next."""
+NEVER = sys.maxsize
+"""What a listener returns that has seen enough."""
+
+
+def next_power_of_two(step: int) -> int:
+    """Return the smallest power of two above `step`: for a listener that looks ever more rarely."""
+    return 1 << step.bit_length()
+
+
+@dataclass(eq=False)
+class _Subscription:
+    listener: Listener
+    next_step: int = 0
+    """It is told of the first step that is done and not before this one."""
 
 
 class StepCounter:
@@ -33,7 +49,7 @@ class StepCounter:
         """Whether an optimizer was ever registered: a model was distributed, or is recorded."""
         self._optimizers: list[weakref.ref[object]] = []
         """In the order of registration: the first that lives leads."""
-        self._listeners: list[Listener] = []
+        self._subscriptions: list[_Subscription] = []
         self.on_begin: Callable[[], None] | None = None
         """Called where a step begins: when an optimizer is registered, and at the end of each step."""
 
@@ -68,19 +84,22 @@ class StepCounter:
         return False
 
     def after_step(self, listener: Listener) -> None:
-        """Call `listener` with the number of every step that is done, after it was recorded."""
-        self._listeners.append(listener)
+        """Call `listener` with the number of the next step that is done, after it was recorded. See `Listener`."""
+        self._subscriptions.append(_Subscription(listener))
 
     def notify(self) -> None:
-        """Call the listeners."""
-        for listener in self._listeners:
-            listener(self.done)
+        """Call the listeners that wait for this step."""
+        done = self.done
+        for each in self._subscriptions:
+            if each.next_step <= done:
+                each.next_step = each.listener(done) or done + 1
+        self._subscriptions = [each for each in self._subscriptions if each.next_step != NEVER]
         if self.on_begin is not None:
             self.on_begin()
 
     def forget(self) -> None:
         """Call no listener any more."""
-        self._listeners.clear()
+        self._subscriptions.clear()
         self.on_begin = None
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.vocabulary.events import Sample
 from ..figures.step_parts import rows_of
 from ..figures.summary import Summary, summarise
-from ..format.phases import step_seconds
+from ..format.rows import step_seconds
 from ..read.timeline_reader import RankTimeline
 from .output import needed, write_output
 from .source import ExportSource, wall_seconds

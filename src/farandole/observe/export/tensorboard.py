@@ -18,8 +18,7 @@ from ...core.vocabulary.errors import ConfigError
 from ..figures.figures import throughput
 from ..figures.step_parts import rows_of, shares_of, step_parts
 from ..figures.summary import weighted_loss
-from ..format.phases import step_seconds
-from ..format.rows import StepRow
+from ..format.rows import StepRow, step_seconds
 from ..read.timeline_reader import RankTimeline
 from .output import needed, write_output
 from .source import ExportSource, rows_by_step

@@ -26,8 +26,7 @@ from ...core.vocabulary.events import (
     SETUP_PIPELINE_CUTS,
     SETUP_PIPELINE_RANK,
 )
-from ..format.phases import step_seconds
-from ..format.rows import StepRow
+from ..format.rows import StepRow, step_seconds
 from ..read.timeline_reader import RankTimeline
 from .figures import mean
 

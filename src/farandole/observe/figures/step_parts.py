@@ -34,8 +34,7 @@ from ...core.vocabulary.events import (
     UNDIVIDED,
     Phase,
 )
-from ..format.phases import step_seconds
-from ..format.rows import StepRow
+from ..format.rows import StepRow, step_seconds
 from ..read.clock import are_comparable
 from ..read.timeline_reader import RankTimeline
 from .waits import Wait, hidden_by_step, rows_by_step, split_rows, waits_of, with_waits
@@ -252,12 +251,6 @@ def undivided_share(parts: Sequence[StepParts]) -> float:
     """Return the share of the steps in which computing and waiting for data are not told apart."""
     total = sum(part.seconds for part in parts)
     return sum(part.phases.get(UNDIVIDED, 0.0) for part in parts) / total if total else 0.0
-
-
-def own_waits(row: StepRow) -> tuple[float, float]:
-    """Return how long one rank waited for exchanges, whichever rank was late, and for data."""
-    phases = step_seconds(row)
-    return phases.get(EXCHANGE, 0.0) + sum(row.inner_phases.values()), phases.get(DATA, 0.0)
 
 
 def shares_of(parts: Sequence[StepParts]) -> dict[str, float]:

@@ -14,8 +14,7 @@ from typing import IO, Any
 
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import FULL_DISK
-from .phases import step_seconds
-from .rows import StepRow, ThinnedRow
+from .rows import StepRow, ThinnedRow, step_seconds
 
 FLUSH_SECONDS = 1.0
 _open_files: weakref.WeakSet[LineFile] = weakref.WeakSet()

@@ -38,8 +38,7 @@ from ...core.vocabulary.events import (
 from ...core.vocabulary.suggestions import upgrade_remedy
 from ..format import rows
 from ..format.line_file import add_up, merge
-from ..format.phases import step_seconds
-from ..format.rows import StepRow, ThinnedRow
+from ..format.rows import StepRow, ThinnedRow, step_seconds
 from .link_traffic import RankTraffic
 
 # The steps of a run of any length in bounded memory: a uniform sample of rows, and sums of the rows between.

@@ -7,9 +7,9 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from ...core.vocabulary.events import (
     SETUP_CHECKPOINT_ALARM,
@@ -22,9 +22,8 @@ from ...core.vocabulary.events import (
 )
 from ...core.vocabulary.run_files import METRICS
 from ...core.vocabulary.units import format_rate, format_seconds
-from ..figures.step_parts import own_waits
 from ..format.line_file import LineFile
-from .step_builder import StepBuilder
+from ..format.rows import StepRow, own_waits
 
 ROW_SECONDS = 0.1
 TERMINAL_SECONDS = 0.2
@@ -33,35 +32,8 @@ _TAIL_BYTES = 64 * 1024
 """Read of the metrics file for its newest row of progress."""
 
 
-class ClosableRecorder(Protocol):
-    """A recorder with an end."""
-
-    def record(self, event: Event) -> None:
-        """Take one event."""
-
-    def close(self) -> None:
-        """Write buffered lines."""
-
-
-class Fanout:
-    """Gives every event to several recorders; those added to the list later get the later ones."""
-
-    def __init__(self, recorders: Sequence[ClosableRecorder]) -> None:
-        self._recorders = recorders
-
-    def record(self, event: Event) -> None:
-        """Take one event."""
-        for recorder in self._recorders:
-            recorder.record(event)
-
-    def close(self) -> None:
-        """Close them all, the last one first: what it still records reaches those before it."""
-        for recorder in reversed(self._recorders):
-            recorder.close()
-
-
 class Progress:
-    """Turns events into rows of progress, at most one every `every_seconds`; the first and last always.
+    """Turns steps into rows of progress, at most one every `every_seconds`; the first and last always.
 
     A row covers the steps since the previous one. Samples are counted on this rank and multiplied by the
     number of ranks, which the closing summary replaces by the true sum.
@@ -69,7 +41,6 @@ class Progress:
 
     def __init__(self, every_seconds: float) -> None:
         self._every = every_seconds
-        self._builder = StepBuilder()
         self._size = 1
         self._since = 0.0
         self._first_step_end = 0.0
@@ -85,8 +56,8 @@ class Progress:
         self.step = 0
         """The last one that is done."""
 
-    def take(self, event: Event) -> dict[str, Any] | None:
-        """Take an event; return a row when one is due."""
+    def note(self, event: Event) -> None:
+        """Note what an event tells that rows repeat."""
         if isinstance(event, Started):
             self._size, self._since = event.size, event.begin_seconds
         elif isinstance(event, Setup) and SETUP_CHECKPOINT_ALARM in event.values:
@@ -95,9 +66,9 @@ class Progress:
             self._said["tuning"] = str(event.values[SETUP_TUNING])
         elif isinstance(event, Logged) and event.metrics and SKIPPED_STEPS in event.metrics:
             self._said["skipped_steps"] = int(event.metrics[SKIPPED_STEPS])
-        row = self._builder.take(event)
-        if row is None:
-            return None
+
+    def take_step(self, row: StepRow) -> dict[str, Any] | None:
+        """Take a step; return a row of progress when one is due."""
         self._steps += 1
         self._samples += row.samples
         self._tokens += row.tokens or 0
@@ -155,9 +126,13 @@ class MetricsWriter:
         """Take one event."""
         if isinstance(event, Logged) and event.metrics:
             self._take_metrics(event.metrics)
-        row = self._progress.take(event)
-        if row is not None:
-            self._lines.write(row)
+        self._progress.note(event)
+
+    def record_step(self, row: StepRow) -> None:
+        """Take a step that is done."""
+        progress = self._progress.take_step(row)
+        if progress is not None:
+            self._lines.write(progress)
 
     def _take_metrics(self, metrics: Mapping[str, float]) -> None:
         """Keep the newest value of each name, and write them all when the last time is long enough ago."""
@@ -194,15 +169,19 @@ class TerminalProgress:
 
     def record(self, event: Event) -> None:
         """Take one event."""
-        row = self._progress.take(event)
-        if row is None or os.getpid() != self._process:
+        self._progress.note(event)
+
+    def record_step(self, row: StepRow) -> None:
+        """Take a step that is done."""
+        progress = self._progress.take_step(row)
+        if progress is None or os.getpid() != self._process:
             return
-        line = progress_line(row)
+        line = progress_line(progress)
         with contextlib.suppress(OSError, ValueError):
             if self._live:
                 self._stream.write(f"\r\x1b[K{line}")
                 self._drawn = True
-            elif row["step"] > 1:
+            elif progress["step"] > 1:
                 self._stream.write(line + "\n")
             self._stream.flush()
 

@@ -64,6 +64,11 @@ class SharesOfBatch(Strategy):
         self._asked.append(self._keys)
 
 
+def is_balance_known(here: World) -> bool:
+    """Return whether a model of `here` was distributed: all others ask the same of loaders."""
+    return bool(here.session.kept(_Asked))
+
+
 def balance_of(here: World) -> BalanceKeys | None:
     """Return what the loaders of `here` are to do; None: share equally, or nothing was distributed yet."""
     asked = here.session.kept(_Asked)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...comm.world.session import next_power_of_two
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary import events
 from ...core.vocabulary.events import Logged, Setup
@@ -52,10 +53,10 @@ class ExpertLoads:
         if self._here.rank == 0:
             self._here.session.recorder.record(Logged(metrics=metrics_of(layer, load.chosen, load.taken)))
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> int:
         """Note facts for a diagnosis, ever more rarely. See [Note: windows of loads]."""
         if step & (step - 1) or not self._windows:
-            return
+            return next_power_of_two(step)
         steps, self._noted_step = max(1, step - self._noted_step), step
         layer = max(self._windows, key=lambda name: imbalance_of(self._windows[name].chosen))
         chosen, taken = self._windows[layer].chosen, self._windows[layer].taken
@@ -74,6 +75,7 @@ class ExpertLoads:
         )
         self._windows.clear()
         self._seconds.clear()
+        return next_power_of_two(step)
 
 
 def imbalance_of(chosen: torch.Tensor) -> float:

@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 
 from ...comm.codecs.eligibility import can_have
 from ...comm.device.accelerator import peak_bytes
+from ...comm.world.session import next_power_of_two
 from ...comm.world.world import World
 from ...core.environ.env import read_run_settings
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
@@ -121,18 +122,18 @@ class TrainingFacts:
         """Return what was recorded by a name; None: nothing."""
         return self._known.get(name)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int) -> int:
         """Look again at what a script may change at any time; ever more rarely."""
-        if step & (step - 1) == 0:
-            computes = self._known.get(events.SETUP_FRONT_END) in (None, "keras on torch")
-            self.note(
-                {
-                    events.SETUP_THREADS: torch.get_num_threads() if computes else None,
-                    events.SETUP_CORES: len(own_cores()) or os.cpu_count(),
-                    events.SETUP_CORE_LIST: write_numbers(own_cores()) or None,
-                    events.SETUP_FROZEN: not gc.isenabled() or gc.get_freeze_count() > 0,
-                }
-            )
+        computes = self._known.get(events.SETUP_FRONT_END) in (None, "keras on torch")
+        self.note(
+            {
+                events.SETUP_THREADS: torch.get_num_threads() if computes else None,
+                events.SETUP_CORES: len(own_cores()) or os.cpu_count(),
+                events.SETUP_CORE_LIST: write_numbers(own_cores()) or None,
+                events.SETUP_FROZEN: not gc.isenabled() or gc.get_freeze_count() > 0,
+            }
+        )
+        return next_power_of_two(step)
 
 
 def own_cores() -> set[int]:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.messages import bytes_of
+from ...comm.world.session import NEVER
 from ...comm.world.world import World
 from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rank_lists import name_ranks
@@ -50,8 +51,10 @@ class ModelDigests:
         """Compare after the next step: forward passes change the parameters of these names."""
         self._next, self._changed = min(self._next, 1), names
 
-    def after_step(self, step: int, find: Callable[[], tuple[str, list[float]] | None]) -> None:
+    def after_step(self, step: int, find: Callable[[], tuple[str, list[float]] | None]) -> int:
         """Compare the hashes of an earlier step, and leave those of this one when it is time.
+
+        Returns the step after which there is something to do again.
 
         Args:
             step: how many are done, the same on all ranks; it may grow by more than one.
@@ -59,12 +62,12 @@ class ModelDigests:
         """
         store = self._here.store
         if self._is_over or store is None:
-            return
+            return NEVER
         if self._step and self._here.rank == 0:
             self._compare(self._read(store))
         self._step = 0
         if step < self._next:
-            return
+            return self._next
         while self._next <= step:
             self._next = max(2 * self._next, FIRST_STEP)
         found = find()
@@ -72,6 +75,7 @@ class ModelDigests:
             with suppress(RuntimeError):  # a store that fails is found by who needs it
                 store.set(self._keys[self._here.rank], json.dumps([step, *found]))
                 self._step = step
+        return step + 1 if self._step else self._next
 
     def _read(self, store: Any) -> list[Any]:
         """Return what all ranks left after the same step; nothing where one left none."""
@@ -126,13 +130,13 @@ class EqualModels:
         self._changed |= {name: each for name, each, version in self._versions if each._version != version}
         self._versions = []
 
-    def _after_step(self, step: int) -> None:
+    def _after_step(self, step: int) -> int:
         if self._look_no_more is not None:
             self._look_no_more()
             self._look_no_more = None
             if self._changed:
                 self._digests.forward_changes(tuple(self._changed))
-        self._digests.after_step(step, self._find)
+        return self._digests.after_step(step, self._find)
 
     def _find(self) -> tuple[str, list[float]] | None:
         models = DistributedModel.all_of(self._here)  # those of a world that is over may still live on some ranks

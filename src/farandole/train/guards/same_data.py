@@ -44,6 +44,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ...comm.batch_weight import tensors_in
 from ...comm.messages import bytes_of
+from ...comm.world.session import NEVER
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
@@ -146,11 +147,11 @@ class FirstBatch:
         self._has_set = True
         self._digests.leave(digest)
 
-    def _after_step(self, _: int) -> None:
-        if self._remove is None:
-            return
-        self.close()
-        self._digests.compare()
+    def _after_step(self, _: int) -> int:
+        if self._remove is not None:
+            self.close()
+            self._digests.compare()
+        return NEVER
 
 
 def _same_ranks(digests: list[str]) -> list[list[int]]:

@@ -41,10 +41,11 @@ class UndistributedWatch:
         self._hook.remove()
 
     def _look(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The hook stays: torch is going through all hooks of steps, and other ones may follow.
         has_looked, self._has_looked = self._has_looked, True
         if has_looked:
             return
+        # Not at once: torch is going through all hooks of steps, and other ones may follow.
+        self._here.session.let_go_later(self._hook.remove)
         if self._here.session.steps.has_begun or _has_horovod() or _is_wrapped():
             return
         self._forgotten = True

@@ -21,7 +21,7 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 
 PHASES = {"data": 0.004, "forward": 0.030, "loss": 0.001, "backward": 0.060, "optimizer": 0.008}
 
@@ -48,7 +48,7 @@ def full_run(
     directory.mkdir(parents=True, exist_ok=True)
     write_facts(directory, ranks, hosts, command)
     at = [100.0] * ranks
-    writers = [EventWriter(directory, rank) for rank in range(ranks)]
+    writers = [StepRecorder([EventWriter(directory, rank)]) for rank in range(ranks)]
     shifts = [0.0 if rank < (ranks + 1) // 2 or len(hosts) == 1 else -clock_ahead for rank in range(ranks)]
     for rank, writer in enumerate(writers):
         host = hosts[0] if shifts[rank] == 0.0 else hosts[1]
@@ -82,7 +82,7 @@ class _Costs:
 
 
 def _step(
-    writers: Sequence[EventWriter], at: list[float], shifts: Sequence[float], step: int, costs: _Costs
+    writers: Sequence[StepRecorder], at: list[float], shifts: Sequence[float], step: int, costs: _Costs
 ) -> None:
     ranks = len(writers)
     phases: list[list[Phase]] = []

@@ -17,7 +17,7 @@ import pytest
 from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.core.vocabulary.events import Started, StepDone
 from farandole.observe.read.run_end import SILENT_SECONDS, why_ended
-from farandole.observe.record.event_writer import EventWriter
+from farandole.observe.record.step_recorder import EventWriter, StepRecorder
 from farandole.observe.report import watch_report
 from tests.unit.observe.report.full_runs import full_run
 
@@ -26,7 +26,7 @@ REFRESH = '<meta http-equiv="refresh"'
 
 def still_running(directory: Path, process_id: int, *, host: str | None = None) -> Path:
     directory.mkdir()
-    writer = EventWriter(directory, 0)
+    writer = StepRecorder([EventWriter(directory, 0)])
     host = socket.gethostname() if host is None else host
     writer.record(Started(0, 1, host, process_id, 0, 1.0, "2026", "c"))
     for step in range(1, 5):

@@ -18,7 +18,7 @@ from ....core.vocabulary.sync_spec import MEASURED_CODEC
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median
 from ...figures.inexact import codec_of
-from ...format.phases import step_seconds
+from ...format.rows import step_seconds
 from ...read.run_reader import RunRecords
 from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
 from ..facts.step_table import StepTable

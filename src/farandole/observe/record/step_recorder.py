@@ -1,4 +1,4 @@
-"""Makes a row of the events of one step, when the optimizer has stepped. Holds one step, of bounded size.
+"""The recorder of one rank: it makes a row of the events of each step, and gives rows and events to those who ask.
 
 [Note: samples of several ranks] Where n ranks train on the same samples, each has counted all of them. A row has
 the rank's share: of rank k, from 0 to n - 1, (S + k) // n of the first S samples. These add up to S (Hermite's
@@ -10,33 +10,136 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
 
 from ...core.vocabulary.events import (
     BACKWARD,
     DATA,
     EVALUATION,
+    EVENTS_VERSION,
     EXCHANGE,
     FORWARD,
     OTHER,
     SETUP_SAME_SAMPLES,
+    BucketLayout,
+    ClockOffset,
     DataWait,
+    DevicePhases,
     Event,
     Exchange,
     InnerExchange,
     Logged,
     Phase,
     PipelineAction,
+    Sample,
     Setup,
     Started,
     StepDone,
+    Traffic,
 )
-from ..format.rows import ExchangeRow, StepRow
+from ...core.vocabulary.run_files import events_path
+from ..format import rows
+from ..format.line_file import BOUND_BYTES, Downsampler, LineFile
+from ..format.rows import ExchangeRow, StepRow, ThinnedRow
 
 PHASES_KEPT = 256
 """Phases of a step that are kept one by one; of the rest only the time."""
 EXCHANGES_KEPT = 64
 INNER_KEPT = 4096
 """Exchanges whose phase has not ended yet that are kept one by one."""
+
+
+class EventSink(Protocol):
+    """What takes the events of a rank."""
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+
+    def close(self) -> None:
+        """Write what is not written yet."""
+
+
+class StepSink(EventSink, Protocol):
+    """What takes whole steps too."""
+
+    def record_step(self, row: StepRow) -> None:
+        """Take a step that is done; its events were taken before, but for `StepDone`."""
+
+
+class StepRecorder:
+    """Gives every event to all sinks, and every step to those that take steps. A `core.events.Recorder`."""
+
+    def __init__(self, step_sinks: Sequence[StepSink], sinks: Sequence[EventSink] = ()) -> None:
+        """`sinks` take events before `step_sinks` do."""
+        self._builder = StepBuilder()
+        self._step_sinks = step_sinks
+        self._sinks: list[EventSink] = [*sinks, *step_sinks]
+
+    def add(self, sink: EventSink) -> None:
+        """Give later events to `sink` too, after the others: it may record more."""
+        self._sinks.append(sink)
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        row = self._builder.take(event)
+        if row is not None:
+            for each in self._step_sinks:
+                each.record_step(row)
+        for sink in self._sinks:
+            sink.record(event)
+
+    def close(self) -> None:
+        """Close them all, the last one first: what it still records reaches those before it."""
+        for sink in reversed(self._sinks):
+            sink.close()
+
+
+class EventWriter:
+    """Writes one rank's events into the run directory. Format: `docs/notes/records.md`.
+
+    The first line says whose events they are and in which version; each further line is one step or another
+    record (`rows`).
+
+    The file stays below about `bound_bytes`: of a long run, rows are left out (`thinning`).
+    """
+
+    def __init__(self, run_directory: Path, rank: int, *, bound_bytes: int = BOUND_BYTES) -> None:
+        self._lines = LineFile(events_path(run_directory, rank))
+        self._thinning = Downsampler(bound_bytes)
+
+    def record(self, event: Event) -> None:
+        """Take one event."""
+        if isinstance(event, Started):
+            self._lines.write({"version": EVENTS_VERSION, **dataclasses.asdict(event)})
+        elif isinstance(event, Sample):
+            if self._thinning.takes_sample(self._lines.written_bytes):
+                self._lines.write(rows.encode_sample(event))
+        elif isinstance(event, Traffic):
+            if self._thinning.takes_sample(self._lines.written_bytes):
+                self._lines.write(rows.encode_traffic(event))
+        elif isinstance(event, Setup):
+            self._lines.write(rows.encode_setup(event))
+        elif isinstance(event, ClockOffset):
+            self._lines.write(rows.encode_clock(event))
+        elif isinstance(event, BucketLayout):
+            self._write(self._thinning.close())
+            self._lines.write(rows.encode_layout(event))
+        elif isinstance(event, DevicePhases) and self._thinning.level(self._lines.written_bytes) == 0:
+            self._lines.write(rows.encode_device_phases(event))
+
+    def record_step(self, row: StepRow) -> None:
+        """Take a step that is done."""
+        self._write(self._thinning.take_step(row, self._lines.written_bytes))
+
+    def _write(self, kept: list[StepRow | ThinnedRow]) -> None:
+        for row in kept:
+            self._lines.write(rows.encode_step(row) if isinstance(row, StepRow) else rows.encode_thinned(row))
+
+    def close(self) -> None:
+        """Write the rows that are not written yet."""
+        self._write(self._thinning.close())
+        self._lines.close()
 
 
 class StepBuilder:
