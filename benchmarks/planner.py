@@ -42,8 +42,8 @@ from farandole.plan.candidate import Candidate, Prediction
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.search.decide import search
-from farandole.plan.search.request import SearchRequest as Request
 from farandole.plan.search.result import PredictedPlan
+from farandole.plan.search.result import SearchRequest as Request
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.measure import Timing, measure_units
 from farandole.train.memory.batches import Batches

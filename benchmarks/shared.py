@@ -24,8 +24,7 @@ from typing import Any, TypeVar
 
 from farandole.bench.measure.intervals import paired_ratio
 from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
-from farandole.core.host.heap import M_MMAP_THRESHOLD
-from farandole.core.host.process_status import peak_resident_bytes
+from farandole.core.host.process_status import M_MMAP_THRESHOLD, peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 FARANDOLE = (sys.executable, "-m", "farandole")

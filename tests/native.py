@@ -9,7 +9,7 @@ import pytest
 
 from farandole.comm.native import build
 from farandole.comm.native.kernels import loops
-from farandole.core.host.packages import C
+from farandole.core.host.installed import C
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, C)), reason="needs a C compiler (apt-get install gcc libc6-dev)"

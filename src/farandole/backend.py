@@ -30,7 +30,7 @@ import torch
 import torch.distributed as _dist
 
 from .core.launchers.rank_variables import read_rank_variables
-from .core.vocabulary.notice import write_notice
+from .core.vocabulary.text import write_notice
 
 
 def register() -> None:

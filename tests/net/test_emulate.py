@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import farandole
-from farandole.core.host.congestion import IN_USE
+from farandole.core.host.open_sockets import IN_USE
 from tests.ranks.test_launch import FARANDOLE, alive, gone_within, run, script
 
 pytestmark = pytest.mark.net

@@ -32,7 +32,7 @@ import torch
 
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps, step_directory
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
 from tests.programs.forked_ranks import forked, free_port, import_all, wait_for
 
 _CALL = re.compile(r"^(\d+) +(\w+)\(")

@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps, step_directory
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
 from tests.programs.forked_ranks import forked, free_port, import_all, wait_for
 from tests.programs.saved_values import bits_of, difference, draw_tensor, draw_value
 

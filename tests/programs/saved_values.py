@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from farandole.checkpoint.dtypes import ITEM_BYTES
+from farandole.checkpoint.shard_file import ITEM_BYTES
 
 TYPES = [getattr(torch, name) for name in sorted(ITEM_BYTES)]
 PLAIN = [

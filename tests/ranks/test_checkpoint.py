@@ -22,10 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.checkpoint.directory import saved_steps, step_directory
-from farandole.checkpoint.lock import DirectoryLock
+from farandole.checkpoint.directory import DirectoryLock, saved_steps, step_directory
+from farandole.checkpoint.listing import verify_checkpoint
 from farandole.checkpoint.manifest import NAME
-from farandole.checkpoint.verify import verify_checkpoint
 from farandole.comm.world.store_sync import BackgroundStore, all_gather_json
 from farandole.core.vocabulary.errors import CheckpointError, PeerLost
 from farandole.observe.diagnose.verdict import diagnose

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.checkpoint.dtypes import ITEM_BYTES
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
+from farandole.checkpoint.shard_file import ITEM_BYTES
 from tests.ranks.pool import ranks
 
 

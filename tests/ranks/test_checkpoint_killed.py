@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from farandole.checkpoint.directory import all_steps, remove_leftovers, saved_steps
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
 
 SCRIPT = Path(__file__).with_name("checkpoint_writer_script.py")
 

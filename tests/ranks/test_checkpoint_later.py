@@ -13,7 +13,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps
-from farandole.core.host.written_pages import PageWatch
+from farandole.core.host.process_status import PageWatch
 from farandole.train.checkpoint.later_copy import LaterCopy
 from tests.ranks.pool import ranks, takes
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole as fd
 import farandole.backend  # registers the name
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
 from farandole.comm.messages import GroupRank, Message, Rounds
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_checkpoint import Run

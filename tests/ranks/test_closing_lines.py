@@ -12,7 +12,7 @@ import pytest
 
 from farandole.cli.commands.run import _what_next
 from farandole.launch.job.placement import ReservedPort, is_in_use
-from farandole.observe.diagnose import brief
+from farandole.observe.diagnose import verdict
 from farandole.observe.diagnose.verdict import diagnose
 from tests import warm
 from tests.ranks.test_launch import script
@@ -70,15 +70,15 @@ def test_long_records_are_not_read_at_the_end(tmp_path: Path, monkeypatch: pytes
     run = make_phased_run(tmp_path / "r", steps=60)
     monkeypatch.chdir(tmp_path)
     assert _what_next(run).startswith("verdict ")
-    monkeypatch.setattr(brief, "MOST_BYTES", 1000)
-    assert brief.brief_verdict(run) == ""
+    monkeypatch.setattr(verdict, "MOST_BYTES", 1000)
+    assert verdict.brief_verdict(run) == ""
     assert _what_next(run).splitlines() == [f"{'run directory':<24} {run}", f"{'next':<24} farandole diagnose r"]
 
 
 @pytest.mark.full("further")
 def test_two_thousand_steps_still_have_a_verdict(tmp_path: Path) -> None:
     run = make_phased_run(tmp_path / "r", steps=2000)
-    assert brief.brief_verdict(run)
+    assert verdict.brief_verdict(run)
 
 
 ALONE = """

@@ -13,8 +13,7 @@ import torch
 
 import farandole as fd
 from farandole.bench.device_test import worker
-from farandole.bench.device_test.codecs_check import FORMS
-from farandole.bench.device_test.subject import Subject
+from farandole.bench.device_test.codecs_check import FORMS, Subject
 from farandole.bench.device_test.worker import check_engine
 from farandole.comm import routes as device_route
 from farandole.comm.codecs.packing import BFloat16

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.local_steps import LocalPrediction
+from farandole.core.step_model.prediction import LocalPrediction
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec

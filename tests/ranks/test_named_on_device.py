@@ -12,7 +12,7 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.bench.device_test.subject import Subject
+from farandole.bench.device_test.codecs_check import Subject
 from farandole.bench.device_test.worker import check_named
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.named_ops.data import data_plane, group_thread

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..core.vocabulary.degrees import ORDER
 from ..core.vocabulary.errors import CheckpointError
-from .dtypes import ITEM_BYTES, tensor_bytes
+from .shard_file import ITEM_BYTES, tensor_bytes
 
 FORMAT = "farandole checkpoint"
 VERSION = 1

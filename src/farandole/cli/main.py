@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from ..core.host.sanitize import plain
 from ..core.vocabulary.errors import ConfigError, FarandoleError
-from ..core.vocabulary.notice import write_notice
-from ..core.vocabulary.suggestions import did_you_mean
+from ..core.vocabulary.text import did_you_mean, write_notice
 from ..version import VERSION
 
 COMMANDS = {

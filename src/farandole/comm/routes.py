@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ..core.vocabulary.codec_spec import AUTO
 from ..core.vocabulary.errors import PlanError
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan, RouteName
+from ..core.vocabulary.text import write_notice
 from .device.streams import Streams, streams_of
 from .device.tested import was_tested
 from .host_memory.shared_tensor import DeviceSlices, SharedMemory, SlicesByHost, Unavailable

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from .vocabulary.rank_lists import name_ranks
 from .vocabulary.run_files import position_path
+from .vocabulary.text import name_ranks
 
 # What error texts of torch's communication backends, its store and its allocators mean. The only list of them.
 #

@@ -16,7 +16,7 @@ import torch
 
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
-from ..core.vocabulary.rank_lists import name_ranks
+from ..core.vocabulary.text import name_ranks
 from ..train.verify.verification_run import VerificationRun
 from ..train.verify.verify import Check, check_batches, check_equal, check_sizes
 from .exchange.arrays import as_torch

@@ -27,9 +27,7 @@ from ..parallel.distribute import distribute, undistribute
 from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.session import init
-from .holding import holding_passes
-from .packages import missing
-from .whole_state import is_divided, refuse_degrees, whole_parameters
+from .whole_state import holding_passes, is_divided, missing, refuse_degrees, whole_parameters
 
 try:
     from accelerate import Accelerator

@@ -31,9 +31,7 @@ from ..train.data.loader_watch import watch_loaders
 from ..train.progress import log
 from ..train.record import record
 from ..train.session import init
-from .holding import holding_passes
-from .packages import missing
-from .whole_state import refuse_degrees
+from .whole_state import holding_passes, missing, refuse_degrees
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment

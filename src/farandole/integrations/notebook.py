@@ -26,7 +26,7 @@ from typing import Any
 
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, LaunchError
-from ..core.vocabulary.suggestions import install_command
+from ..core.vocabulary.text import install_command
 from ..launch.function_job import JobEnd, read_results, run_job, write_function
 
 

@@ -43,11 +43,11 @@ from ..train.progress import log
 from ..train.record import record
 from ..train.reduce import mean
 from ..train.session import init
-from .packages import missing
 from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
 from .whole_state import (
     is_divided,
     load_whole_optimizer,
+    missing,
     refuse_degrees,
     replaced,
     taking_whole_states,

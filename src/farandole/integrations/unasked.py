@@ -41,7 +41,7 @@ from ..comm.world.world import World, has_world, world
 from ..core.environ.env import read_elastic_settings, read_run_settings, recording_is_wanted
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, TRAINER, Setup
-from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.text import write_notice
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer
 from ..parallel.instrument.training_facts import watch_buckets
 from ..train.data.loader_watch import watch_loaders

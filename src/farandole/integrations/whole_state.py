@@ -17,10 +17,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from ..comm.world.world import world
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.rules import MOST_ZERO
+from ..core.vocabulary.text import install_command
 from ..parallel.frozen.frozen_weight import FrozenWeight
+from ..train.accumulate import accumulate
 
 _DEGREES = ("tensor", "pipeline", "expert", "context")
 
@@ -156,3 +159,27 @@ def _sharded_back(model: nn.Module) -> nn.Module:
         if isinstance(module, FSDPModule):
             module.reshard()
     return model
+
+
+# The error for a package that a front end needs and that is not installed.
+
+
+def missing(module: str, extra: str, problem: ImportError) -> ImportError:
+    """Return the error for front end `module`, which needs what the extra `extra` of this package installs."""
+    return ImportError(
+        f"{module} needs {extra}, which cannot be imported ({problem}); install it with: {install_command(extra)}",
+        name=problem.name,
+    )
+
+
+# Passes that a trainer accumulates: `fd.accumulate`, for those who enter it once for each of several models.
+
+
+@contextmanager
+def holding_passes() -> Iterator[None]:
+    """Keep the gradients of backward passes inside on this rank; inside another such context nothing changes."""
+    if world().session.holds_passes:
+        yield
+        return
+    with accumulate():
+        yield

@@ -23,8 +23,8 @@ from typing import IO, Literal
 
 from ..core.environ.env import color_is_allowed
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.notice import NOTICE
 from ..core.vocabulary.run_files import log_path
+from ..core.vocabulary.text import NOTICE
 
 # What stands before a rank's line on the console, and files of what each rank printed.
 #

@@ -23,8 +23,7 @@ from ..core.vocabulary.run_files import METRICS, RUN
 from ..core.vocabulary.units import format_bytes, format_seconds
 from .figures.step_parts import rows_of
 from .format.rows import own_waits, step_seconds
-from .read.run_end import how_it_failed, why_ended
-from .read.run_reader import no_run, read_facts
+from .read.run_reader import how_it_failed, no_run, read_facts, why_ended
 from .read.timeline_reader import RankTimeline, read_tail
 
 # What a run does now: the state of every rank and the alarms, from the last lines that the ranks have written.

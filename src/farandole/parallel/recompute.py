@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..core.vocabulary.errors import ConfigError, PlanError
-from ..core.vocabulary.suggestions import did_you_mean
+from ..core.vocabulary.text import did_you_mean
 from .blocks import repeated_blocks
 from .changed_class import ChangedClass, change_class, make_kin, require_changeable, set_class
 from .data.batch_norm import StatsGroup, stats_group_of

@@ -14,7 +14,7 @@ from ..comm.reducer.count_calls import CountCalls
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world
 from ..core.vocabulary.errors import ConfigError, Mismatch
-from ..core.vocabulary.rank_lists import name_ranks
+from ..core.vocabulary.text import name_ranks
 from .context.context import Context
 from .distribute import local_policies
 

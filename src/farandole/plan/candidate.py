@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..core.vocabulary.predicted import Term as Term  # noqa: PLC0414 - others import it from here
 from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.spec import Term as Term  # noqa: PLC0414 - others import it from here
 from .memory import MemoryByCategory
 
 

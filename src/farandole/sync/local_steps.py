@@ -20,9 +20,9 @@ from ..comm.gradients.grad_ownership import GradsAside
 from ..comm.reducer.options import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
+from ..core.vocabulary.text import write_notice
 from .meetings import Meetings
 
 # Steps that no policy can follow.

@@ -25,9 +25,9 @@ from ..comm.autotune.autotuner import Autotuner
 from ..comm.reducer.options import ExtraTensors
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import MEASURED_CODEC, SyncSpec
+from ..core.vocabulary.text import write_notice
 from ..core.vocabulary.units import format_seconds
 from .local_steps import LocalSteps
 

@@ -35,9 +35,9 @@ from ..comm.world.world import World
 from ..core.vocabulary.codec_spec import CodecSpec
 from ..core.vocabulary.errors import CommError, ConfigError
 from ..core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, Exchange, Setup, SetupValue
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
+from ..core.vocabulary.text import write_notice
 from .change_exchange import ChangeExchange, Meeting, digest_of
 
 # Parts of a model that meet together: which parameters they have, and what is kept between meetings.

@@ -51,7 +51,7 @@ from ..core.vocabulary.events import (
     Setup,
     StepDone,
 )
-from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.text import write_notice
 from ..parallel.data.balance import BalanceKeys, balance_of, is_balance_known
 
 # How long this rank computes for one sample, by the events that it records anyway.

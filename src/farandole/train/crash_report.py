@@ -21,8 +21,8 @@ from ..core.host.process_status import memory_limit
 from ..core.host.stacks import StackWriter, end_with_code_of, hook_before
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.run_files import Crash
+from ..core.vocabulary.text import write_notice
 
 
 class CrashReport:

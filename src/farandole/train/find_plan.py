@@ -24,15 +24,12 @@ from ..core.cluster.presets import find_machines
 from ..core.vocabulary.config import convert
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.suggestions import did_you_mean
-from ..plan.answer.files import write_answer
-from ..plan.answer.inputs import write_inputs
+from ..core.vocabulary.text import did_you_mean
+from ..plan.answer.files import write_answer, write_inputs
 from ..plan.model.profile import ModelProfile
 from ..plan.model.profile_file import read_profile
-from ..plan.search.decide import search
-from ..plan.search.measured import Measured, to_try, with_trials
-from ..plan.search.request import Goal, SearchRequest
-from ..plan.search.result import PlanAnswer
+from ..plan.search.decide import Measured, search, to_try, with_trials
+from ..plan.search.result import Goal, PlanAnswer, SearchRequest
 from .analysis.analyse import analyse
 from .analysis.measure import Timing, measure_units
 from .memory.batches import Batches

@@ -36,10 +36,10 @@ from ..core.vocabulary.events import (
     Logged,
     Setup,
 )
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.rules import MOST_ZERO
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import EVERY_STEP
+from ..core.vocabulary.text import write_notice
 from ..parallel.mesh import Mesh
 from ..parallel.model import DistributedModel
 

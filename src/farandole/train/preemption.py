@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.text import write_notice
 from .data.worker_cores import spare_all_workers
 
 _WARNINGS = (signal.SIGUSR1, signal.SIGTERM)

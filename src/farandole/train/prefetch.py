@@ -39,7 +39,7 @@ from ..comm.device.streams import Streams, streams_of
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import DataWait
-from ..core.vocabulary.notice import write_notice
+from ..core.vocabulary.text import write_notice
 from ..core.vocabulary.units import format_seconds, format_share
 from ..observe.diagnose.finders.loader_fixes import LoaderFacts
 from ..parallel.instrument.training_facts import note_loader, own_cores

@@ -25,8 +25,8 @@ from ..core.environ.env import read_run_settings
 from ..core.environ.job_plan import resolve_plan
 from ..core.vocabulary.errors import FarandoleError
 from ..core.vocabulary.events import FSDP2, SETUP_WRAPPER, WRAPPERS, Setup
-from ..core.vocabulary.notice import write_notice
 from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.text import write_notice
 from ..launch.start.request import vain_plan
 from ..parallel.data.model_changes import shared_with
 from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer

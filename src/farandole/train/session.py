@@ -21,19 +21,16 @@ import torch
 
 from ..comm.world.connect import connect, watch_forks
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
-from ..core.environ.env import RunSettings, read_core_shares, read_run_settings
+from ..core.environ.env import RunSettings, read_core_shares, read_run_settings, read_tune_settings
 from ..core.environ.job_plan import resolve_plan
-from ..core.environ.tune_settings import read_tune_settings
-from ..core.host.heap import give_back_freed_memory, keep_freed_memory
-from ..core.host.process_status import raise_descriptor_limit
+from ..core.host.process_status import give_back_freed_memory, keep_freed_memory, raise_descriptor_limit
 from ..core.host.stacks import report_uncaught_errors
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import Started
-from ..observe.record.host_sampler import GarbageWatch, HostSampling
+from ..observe.record.host_sampler import GarbageWatch, HostSampling, TrafficWatch
 from ..observe.record.progress import MetricsWriter, TerminalProgress
 from ..observe.record.step_recorder import EventWriter, StepRecorder, StepSink
-from ..observe.record.traffic_watch import TrafficWatch
 from ..parallel.instrument.device_marks import figures_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import peak_of, watch_facts

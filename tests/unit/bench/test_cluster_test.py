@@ -11,7 +11,7 @@ import torch
 from farandole.bench.cluster_test import worker
 from farandole.bench.cluster_test.cluster_test import Proof, check_rate
 from farandole.bench.cluster_test.worker import KINDS, SIZES, CollectiveCase, cases, check, inputs
-from farandole.bench.measure.follow_job import account_of, read_message
+from farandole.bench.measure.launch_ranks import account_of, read_message
 from farandole.cli.commands.cluster_test import make_parser, page, run_words
 from farandole.cli.options.cluster_options import with_slots
 

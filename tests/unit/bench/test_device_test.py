@@ -21,14 +21,17 @@ from farandole.bench.device_test.codecs_check import (
     FORMS,
     OPERATIONS,
     Form,
+    Subject,
     check_codec,
+    describe,
+    describe_rates,
     fault_of,
+    find_devices,
     gradients_of,
     operations_with_other_bits,
     run_codec,
 )
-from farandole.bench.device_test.subject import Subject, describe, describe_rates, find_devices
-from farandole.bench.measure.follow_job import FollowedJob
+from farandole.bench.measure.launch_ranks import FollowedJob
 from farandole.cli.commands.cluster_test import main
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.packing import BFloat16, Integers
@@ -36,7 +39,7 @@ from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.world import handshake
-from farandole.core.environ.nccl import nccl_host, share_device
+from farandole.core.environ.env import nccl_host, share_device
 from farandole.core.vocabulary.codec_spec import NONE, OPTIONS, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
 from tests.simulated_device import HOST, SIDE, SimulatedDevice

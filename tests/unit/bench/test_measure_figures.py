@@ -11,20 +11,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farandole.bench.cluster.compute import attention, slow_ranks
 from farandole.bench.cluster.exchanges import elements_of
-from farandole.bench.cluster.figures import (
+from farandole.bench.cluster.page import format_changes, format_cluster
+from farandole.bench.cluster.rounds import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Case,
     SizedExchange,
+    affordable,
     fit_cost,
     half_width,
     measured,
     rate_figure,
+    sample,
     seconds_figure,
     slowdown_figure,
 )
-from farandole.bench.cluster.page import format_changes, format_cluster
-from farandole.bench.cluster.rounds import LEAST_ROUNDS, MOST_ROUNDS, Case, affordable, sample
 from farandole.comm.world.world import World
-from farandole.core.cluster.cluster import collective_work
-from farandole.core.cluster.compare import compare_clusters
+from farandole.core.cluster.cluster import collective_work, compare_clusters
 from farandole.core.cluster.limits import check_cluster
 from farandole.train.analysis.record import flops_of
 from tests.unit.core.test_cluster_file import small_cluster

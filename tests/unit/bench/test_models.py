@@ -8,7 +8,7 @@ from torch import nn
 
 from farandole.bench.models import Bert, LanguageModel, SmallCNN, resnet50, vgg16
 from farandole.bench.step.contender_names import MODELS
-from farandole.bench.step.workloads import WORKS, parameters_of
+from farandole.bench.step.worker import WORKS, parameters_of
 
 
 def count(model: nn.Module) -> int:

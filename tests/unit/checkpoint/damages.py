@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from farandole.checkpoint.verify import last_good_step, verify_checkpoint
+from farandole.checkpoint.listing import last_good_step, verify_checkpoint
 from farandole.core.vocabulary.errors import CheckpointError
 from tests.unit.checkpoint.made import files_of, save_by_hand
 

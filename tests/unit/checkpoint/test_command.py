@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from farandole.checkpoint.lock import DirectoryLock
+from farandole.checkpoint.directory import DirectoryLock
 from farandole.cli.main import run
 from tests.unit.checkpoint.made import TENSORS, files_of, save_by_hand
 

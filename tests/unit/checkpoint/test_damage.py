@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from farandole.checkpoint.directory import step_directory
+from farandole.checkpoint.listing import verify_checkpoint
 from farandole.checkpoint.manifest import NAME
-from farandole.checkpoint.verify import verify_checkpoint
 from farandole.core.vocabulary.errors import CheckpointError
 from tests.unit.checkpoint.damages import damage
 from tests.unit.checkpoint.made import save_by_hand

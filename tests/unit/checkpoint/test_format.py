@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from farandole.checkpoint.directory import (
+    DirectoryLock,
     commit_manifest,
     make_step_directory,
     read_manifest,
@@ -28,13 +29,10 @@ from farandole.checkpoint.directory import (
     steps_to_prune,
 )
 from farandole.checkpoint.encoding import decode, encode
-from farandole.checkpoint.lock import DirectoryLock
+from farandole.checkpoint.listing import last_good_step, prune_checkpoints, verify_checkpoint
 from farandole.checkpoint.manifest import NAME, FileEntry, Manifest, PieceEntry, TensorEntry, parse_manifest
-from farandole.checkpoint.prune import prune_checkpoints
 from farandole.checkpoint.shard_file import digest, lay_out
-from farandole.checkpoint.verify import last_good_step, verify_checkpoint
-from farandole.checkpoint.writer.client import Writer
-from farandole.checkpoint.writer.file import write_file
+from farandole.checkpoint.writer.client import Writer, write_file
 from farandole.core.vocabulary.errors import CheckpointError
 
 NONCE = "0123456789abcdef"
@@ -242,7 +240,7 @@ def test_which_checkpoints_are_pruned(keep: int | None, keep_every: int | None, 
 
 
 def test_two_jobs_do_not_write_to_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.checkpoint.lock._WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("farandole.checkpoint.directory._WAIT_SECONDS", 0.1)
     lock = DirectoryLock(tmp_path / "runs", "here", NONCE)
     with pytest.raises(CheckpointError, match=rf"written by another job: process {os.getpid()} on here") as caught:
         DirectoryLock(tmp_path / "runs", "there", NONCE)

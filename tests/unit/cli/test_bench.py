@@ -10,8 +10,7 @@ import pytest
 
 from farandole.bench.codecs import format_codecs
 from farandole.bench.collectives.collectives import format_collectives
-from farandole.bench.collectives.route import OPERATIONS
-from farandole.bench.collectives.routes import ROUTES
+from farandole.bench.collectives.routes import OPERATIONS, ROUTES
 from farandole.bench.measure.intervals import (
     bound_seconds,
     format_table,

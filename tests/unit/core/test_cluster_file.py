@@ -18,9 +18,11 @@ from farandole.core.cluster.cluster import (
     Device,
     Tier,
     collective_work,
+    compare_clusters,
+    figures_of,
+    is_changed,
 )
 from farandole.core.cluster.cluster_file import number_text, read_cluster, write_cluster
-from farandole.core.cluster.compare import compare_clusters, figures_of, is_changed
 from farandole.core.vocabulary.errors import ConfigError
 
 

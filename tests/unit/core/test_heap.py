@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from farandole.core.environ.env import allocator_is_tuned
-from farandole.core.host.heap import keep_freed_memory
+from farandole.core.host.process_status import keep_freed_memory
 
 # Frees 64 MiB at the top of the heap, several times, and counts the page faults of taking it again.
 FAULTS = """
 import resource, torch
-from farandole.core.host.heap import keep_freed_memory
+from farandole.core.host.process_status import keep_freed_memory
 if {keep}:
     assert keep_freed_memory()
 for i in range(12):
@@ -57,7 +57,7 @@ def test_what_the_user_tuned_stays(variables: dict[str, str], monkeypatch: pytes
 HELD = """
 import resource, torch
 import farandole as fd
-from farandole.core.host.heap import keep_freed_memory
+from farandole.core.host.process_status import keep_freed_memory
 from farandole.core.host.process_status import resident_bytes
 {prepare}
 blocks = [torch.ones(1 << 22) for _ in range(16)]

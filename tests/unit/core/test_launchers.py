@@ -8,10 +8,10 @@ import pytest
 
 from farandole.core.environ.env import read_run_settings
 from farandole.core.launchers.launcher_env import NodeInfo
-from farandole.core.launchers.node_env import read_node_info
 from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.launchers.slurm import slurm_port
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.launch.start.placing import read_node_info
 
 STEP = {
     "SLURM_JOB_ID": "1234", "SLURM_STEP_ID": "2", "SLURM_PROCID": "3", "SLURM_LOCALID": "0", "SLURM_NODEID": "1",

@@ -10,8 +10,7 @@ import pytest
 
 from farandole.core.environ.job_plan import read_plan
 from farandole.core.vocabulary.errors import PlanError
-from farandole.core.vocabulary.predicted import NAMES, TERMS
-from farandole.core.vocabulary.spec import Plan
+from farandole.core.vocabulary.spec import NAMES, TERMS, Plan
 from farandole.plan.candidate import Term
 
 PREDICTED = {

@@ -8,7 +8,7 @@ from farandole.cli.options.job_options import refuse_plan
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, allows, broken, check
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.scale.scaling import ScaleRequest, candidate_of
+from farandole.plan.scaling import ScaleRequest, candidate_of
 from tests.style.rule_rows import example, rows, written_rows
 
 

@@ -10,7 +10,6 @@ import pytest
 from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
 from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.local_steps import predict_local_steps
 from farandole.core.step_model.prediction import (
     BucketLoad,
     CodecSpeed,
@@ -18,6 +17,7 @@ from farandole.core.step_model.prediction import (
     StepProfile,
     buckets_of,
     loads_of,
+    predict_local_steps,
     predict_step,
     rebucket,
     replay_buckets,

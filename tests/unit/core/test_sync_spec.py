@@ -9,7 +9,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
-from farandole.plan.search.request import SearchRequest
+from farandole.plan.search.result import SearchRequest
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
 

@@ -21,7 +21,7 @@ from farandole.core.vocabulary.config import parse_settings
 from farandole.core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError
 from farandole.core.vocabulary.run_files import Crash, crash_path, hide_secrets, read_crashes, write_private
 from farandole.core.vocabulary.spec import Plan
-from farandole.core.vocabulary.suggestions import did_you_mean
+from farandole.core.vocabulary.text import did_you_mean
 
 
 def write(path: Path, text: str) -> Path:

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from farandole.core.host.heap import M_MMAP_THRESHOLD
-from farandole.core.host.written_pages import PAGE_BYTES, PageWatch, PrivateMemory
+from farandole.core.host.process_status import M_MMAP_THRESHOLD, PAGE_BYTES, PageWatch, PrivateMemory
 
 COUNT = 20_000_000
 """Elements of 4 bytes: memory of its own, which goes back to the kernel."""

@@ -1,4 +1,4 @@
-"""The parts of the doctor: schedule, transfers over a real connection, names, machine, hosts that misbehave."""
+"""The parts of the doctor: schedule, transfers over a real connection, names, facts, hosts that misbehave."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.doctor import machine, this_host
+from farandole.launch.doctor import facts, this_host
 from farandole.launch.doctor.checks import judge
 from farandole.launch.doctor.facts import Gpu
 from farandole.launch.doctor.probe import link_probe
@@ -118,7 +118,7 @@ def test_memory_is_that_of_the_control_group_where_it_has_less(
     def memory(text: str) -> dict[str, int | None]:
         monkeypatch.setattr("psutil.PROCFS_PATH", str(tmp_path))
         (tmp_path / "meminfo").write_text(text)
-        return machine.read_memory(tmp_path)
+        return facts.read_memory(tmp_path)
 
     others = "".join(f"{name}: 1 kB\n" for name in ["MemFree", "Buffers", "Cached", "Shmem", "Active", "Inactive"])
     found = f"MemTotal: 1000 kB\nMemAvailable: 800 kB\n{others}"
@@ -175,20 +175,20 @@ def test_the_quota_of_cores(tmp_path: Path, files: dict[str, str], quota: float 
     (tmp_path / "cpu").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert machine.read_cores(tmp_path)["core_quota"] == quota
+    assert facts.read_cores(tmp_path)["core_quota"] == quota
 
 
 def test_gpus_of_the_command() -> None:
     text = "NVIDIA H100 80GB HBM3, 81559, 4, 570.1\nOdd, name, [N/A], [N/A], 570.1\nno GPU\n"
-    assert machine.parse_nvidia_smi(text) == (
+    assert facts.parse_nvidia_smi(text) == (
         Gpu("NVIDIA H100 80GB HBM3", 81559 * 2**20, 4 * 2**20, "570.1"),
         Gpu("Odd, name", None, None, "570.1"),
     )
 
 
 def test_shared_memory_that_is_not_there_has_no_bytes(tmp_path: Path) -> None:
-    assert machine.read_shared_memory(str(tmp_path / "none"))["shared_memory_bytes"] == 0
-    assert machine.read_shared_memory(str(tmp_path))["shared_memory_bytes"] > 0
+    assert facts.read_shared_memory(str(tmp_path / "none"))["shared_memory_bytes"] == 0
+    assert facts.read_shared_memory(str(tmp_path))["shared_memory_bytes"] > 0
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 from farandole.bench.measure.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.emulate import network
-from farandole.launch.emulate.congestion import choose
-from farandole.launch.emulate.namespace_holder import NamespaceHolder
+from farandole.launch.emulate.network import NamespaceHolder, choose
 
 
 def machine(directory: Path, available: str, allowed: str | None) -> Path:

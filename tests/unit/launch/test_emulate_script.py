@@ -16,8 +16,7 @@ import pytest
 from farandole.core.environ import env
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.emulate import network
-from farandole.launch.emulate.namespace_holder import NamespaceHolder
-from farandole.launch.emulate.network import Network, check_shape, describe_rate
+from farandole.launch.emulate.network import NamespaceHolder, Network, check_shape, describe_rate
 from farandole.launch.emulate.session import LinkChange, parse_script
 from farandole.launch.job.hosts import HostNamespaces, entering, read_namespaces, write_hosts
 

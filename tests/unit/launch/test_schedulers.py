@@ -188,7 +188,7 @@ def test_a_plain_job_numbers_its_pods_and_a_service_names_them() -> None:
     assert told["FARANDOLE_ADDRESS"] == "train-0.train"
     assert node["resources"]["requests"] == {"cpu": "8"}
 
-    from farandole.core.launchers.node_env import read_node_info
+    from farandole.launch.start.placing import read_node_info
 
     place = read_node_info({**told, "JOB_COMPLETION_INDEX": "1"})
     assert place is not None

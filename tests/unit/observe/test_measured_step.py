@@ -13,7 +13,7 @@ from farandole.core.step_model.prediction import MeasuredStep
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.diagnose import measured_step
 from farandole.observe.figures.summary import summarise
-from farandole.plan.batch_size.from_run import advise_run
+from farandole.plan.batch_advice import advise_run
 from tests.unit.observe.runs import make_run
 from tests.unit.observe.synthetic import Machine, write_run
 

@@ -10,8 +10,7 @@ import pytest
 
 from farandole.cli.main import run
 from farandole.core.vocabulary.errors import ConfigError, DataError
-from farandole.observe.export.merge_timelines import merge_timelines
-from farandole.observe.export.operation_timeline import OperationEvents
+from farandole.observe.export.operation_timeline import OperationEvents, merge_timelines
 from farandole.observe.export.trace_file import TraceFile
 from tests import trace_format
 

@@ -46,8 +46,7 @@ from farandole.core.vocabulary.events import (
 from farandole.observe.figures.summary import summarise
 from farandole.observe.format.rows import StepRow, divide, step_seconds
 from farandole.observe.read import timeline_reader
-from farandole.observe.read.link_traffic import MOST_LINKS, RankTraffic
-from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.read.timeline_reader import MOST_LINKS, RankTraffic, read_events
 from farandole.observe.record import host_sampler
 from farandole.observe.record import host_sampler as other_work
 from farandole.observe.record.host_sampler import HostSampling

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from farandole.core.vocabulary.run_files import FAILURE, INTERRUPTED, RUN, SAVES, STALL, SavesAccount
-from farandole.launch.supervise.interruption import interruption_of
+from farandole.launch.start.start import interruption_of
 from farandole.observe.diagnose.verdict import diagnose
-from farandole.observe.read.run_end import how_it_failed, how_it_hung
+from farandole.observe.read.run_reader import how_it_failed, how_it_hung
 
 NOW = 1_000_000.0
 POSITIONS = [

@@ -10,14 +10,14 @@ import pytest
 
 from farandole.core.host.open_sockets import Key, borrowed, open_sockets
 from farandole.core.vocabulary.events import LinkTraffic, StepDone, Traffic
-from farandole.observe.record import traffic_watch
-from farandole.observe.record.traffic_watch import TrafficWatch, _Count, read_connections
+from farandole.observe.record import host_sampler
+from farandole.observe.record.host_sampler import TrafficWatch, _Count, read_connections
 
 
 def play(monkeypatch: pytest.MonkeyPatch, readings: list[dict[Key, _Count]], steps: list[float]) -> list[Traffic]:
     """Return what is recorded when steps end at `steps` and the kernel answers with `readings`."""
     answers: Iterator[dict[Key, _Count]] = iter(readings)
-    monkeypatch.setattr(traffic_watch, "read_connections", lambda: next(answers))
+    monkeypatch.setattr(host_sampler, "read_connections", lambda: next(answers))
     found: list[Traffic] = []
     watch = TrafficWatch(found.append)
     for number, at in enumerate(steps, start=1):
@@ -57,7 +57,7 @@ def test_a_descriptor_that_was_used_again_counts_from_nothing(monkeypatch: pytes
 def test_the_busiest_ways_of_very_many_are_recorded_and_quiet_ones_not(monkeypatch: pytest.MonkeyPatch) -> None:
     many = {(n, n): count(10**6 + n, 0.5, f"10.0.{n // 256}.{n % 256}") for n in range(1000)}
     [traffic] = play(monkeypatch, [{}, many], [1.0, 2.0, 3.0, 5.0])
-    assert len(traffic.links) == traffic_watch.MOST_LINKS
+    assert len(traffic.links) == host_sampler.MOST_LINKS
     assert traffic.links[0].sent_bytes == 10**6 + 999
     assert play(monkeypatch, [{}, {(1, 1): count(1000, 0.5)}], [1.0, 2.0, 3.0, 5.0]) == []
 
@@ -66,7 +66,7 @@ def test_a_forked_process_records_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     found: list[Traffic] = []
     watch = TrafficWatch(found.append)
     monkeypatch.setattr(os, "getpid", lambda: -1)
-    monkeypatch.setattr(traffic_watch, "read_connections", lambda: pytest.fail("not in a loader's worker"))
+    monkeypatch.setattr(host_sampler, "read_connections", lambda: pytest.fail("not in a loader's worker"))
     for number in range(9):
         watch.record(StepDone(number, 10.0 * number))
 

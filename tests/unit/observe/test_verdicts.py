@@ -17,7 +17,7 @@ from farandole.observe.diagnose import Diagnosis, Finding, compare, diagnose, to
 from farandole.observe.diagnose.comparison import _is_set
 from farandole.observe.diagnose.facts.step_table import bucket_bytes_of, has_phases, make_step_table
 from farandole.observe.diagnose.finders.disjoint import make_disjoint, room_of, sources_of
-from farandole.observe.diagnose.finders.few_cores import with_first
+from farandole.observe.diagnose.finders.host_facts import with_first
 from farandole.observe.diagnose.finders.pauses import period_of
 from farandole.observe.figures.summary import describe_efficiency, summarise
 from farandole.observe.read.run_reader import read_run

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.core.vocabulary.events import BACKWARD, BucketTimes, Phase
-from farandole.observe.figures.waits import WireTime, split_rows, split_waits, waits_of, wires_of
+from farandole.observe.figures.step_parts import WireTime, split_rows, split_waits, waits_of, wires_of
 from farandole.observe.format.rows import ExchangeRow, StepRow
 
 

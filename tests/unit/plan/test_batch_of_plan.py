@@ -9,7 +9,7 @@ import pytest
 from farandole.core.cluster.cluster import CodecCost, Coefficient
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.batch_size.from_plan import HIDEABLE, advise_plan
+from farandole.plan.batch_advice import HIDEABLE, advise_plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import fits, predict
 from tests.unit.plan.cost.cases import cluster_of, transformer, with_tiers

@@ -7,10 +7,16 @@ import json
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.batch_size.advice import BatchQuestion, advise, hiding_batch
-from farandole.plan.batch_size.critical import relative_samples, relative_steps
-from farandole.plan.batch_size.step_times import StepTime, StepTimes
-from farandole.plan.batch_size.text import to_text
+from farandole.plan.batch_advice import (
+    BatchQuestion,
+    StepTime,
+    StepTimes,
+    advise,
+    hiding_batch,
+    relative_samples,
+    relative_steps,
+    to_text,
+)
 
 
 def a_link(

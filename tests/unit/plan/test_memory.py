@@ -20,7 +20,7 @@ from farandole.plan.memory import (
     gathered_in_16_bits,
     memory_of,
 )
-from farandole.plan.memory_advice import RANKS, Choice, least_possible, remedies, rows_of, smallest_of
+from farandole.plan.memory_page import RANKS, Choice, least_possible, remedies, rows_of, smallest_of
 
 ELEMENTS = 7_500_000_000
 BLOCK, OUTSIDE, BUCKET = 4 * 200_000_000, 4 * 260_000_000, 4 * 2**20

@@ -10,7 +10,7 @@ import pytest
 
 from farandole.core.step_model.link import largest_normal
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.scale.scaling import FailureModel, best_interval, goodput, parse_every
+from farandole.plan.scaling import FailureModel, best_interval, goodput, parse_every
 
 
 @pytest.mark.parametrize(

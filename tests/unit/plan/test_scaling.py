@@ -14,13 +14,11 @@ from farandole.core.cluster.cluster import Coefficient
 from farandole.core.cluster.cluster_file import write_cluster
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.inputs import write_inputs
+from farandole.plan.answer.files import write_inputs
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.model.profile_file import write_profile
-from farandole.plan.scale.drawing import parts_of, to_html
-from farandole.plan.scale.page import to_mapping, to_text
-from farandole.plan.scale.scaling import (
+from farandole.plan.scaling import (
     FailureModel,
     ScaleAnswer,
     ScaleRequest,
@@ -30,6 +28,7 @@ from farandole.plan.scale.scaling import (
     simulate_scale,
     usual_batch,
 )
+from farandole.plan.scaling_page import parts_of, to_html, to_mapping, to_text
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
 PROFILE = transformer(16, 256, 64, 8, 1000)

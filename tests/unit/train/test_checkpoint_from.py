@@ -19,7 +19,7 @@ from torch.distributed import checkpoint as dcp
 
 import farandole as fd
 from farandole.checkpoint.directory import saved_steps
-from farandole.checkpoint.verify import verify_checkpoint
+from farandole.checkpoint.listing import verify_checkpoint
 from farandole.cli.main import run
 from farandole.train.checkpoint import optimizers as division
 

@@ -20,10 +20,9 @@ from ...core.cluster.cluster import CodecCost, Coefficient, ComputeRate, Device
 from ...core.step_model.prediction import CANDIDATES, CodecSpeed, slowest_speed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES
-from ...launch.doctor.machine import read_memory
+from ...launch.doctor.facts import read_memory
 from ..measure.intervals import median_interval
-from .figures import measured, rate_figure, seconds_figure
-from .rounds import Case, Samples, affordable, sample, slowest, timed
+from .rounds import Case, Samples, affordable, measured, rate_figure, sample, seconds_figure, slowest, timed
 
 # What each codec costs a rank here: the measurement of ``codec = "auto"``, repeated.
 

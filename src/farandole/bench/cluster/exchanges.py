@@ -26,9 +26,8 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import OPERATIONS, CollectiveCost, Tier, collective_work
 from ...core.vocabulary.errors import ConfigError
-from ..collectives.own_routes import Connections, make_sums
-from .figures import SizedExchange, fit_cost
-from .rounds import LEAST_ROUNDS, SAMPLE_SECONDS, Case, affordable, sample, slowest, timed
+from ..collectives.routes import Connections, make_sums
+from .rounds import LEAST_ROUNDS, SAMPLE_SECONDS, Case, SizedExchange, affordable, fit_cost, sample, slowest, timed
 
 SIZES = (4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20)
 FEW_SIZES = (4 * 2**10, 512 * 2**10, 4 * 2**20)

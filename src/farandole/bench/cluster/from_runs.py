@@ -20,13 +20,11 @@ from ...core.cluster.cluster import Cluster, collective_work
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, DataError, PlanError
-from ...core.vocabulary.predicted import STEP, TERMS
-from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.spec import STEP, TERMS, Plan
 from ...observe.figures.figures import mean
 from ...observe.figures.inexact import counted_steps
 from ...observe.figures.prediction_check import MeasuredTerm, measured_terms, predicted_of, why_no_test
-from ...observe.figures.step_parts import StepParts, step_parts
-from ...observe.figures.waits import rows_by_step, wires_of
+from ...observe.figures.step_parts import StepParts, rows_by_step, step_parts, wires_of
 from ...observe.format.rows import StepRow
 from ...observe.read.clock import are_comparable
 from ...observe.read.run_reader import RunRecords, read_run

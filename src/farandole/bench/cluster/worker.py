@@ -30,8 +30,19 @@ from ...train.session import init, shutdown
 from ..measure.machine import machine_facts
 from .compute import measure_codec_costs, measure_device
 from .exchanges import SIZES, Run, elements_of, measure_tiers, open_tiers
-from .figures import rate_figure, slowdown_figure
-from .rounds import LEAST_ROUNDS, MOST_ROUNDS, SHARES, Case, PhaseBudget, affordable, barrier, sample, slowest
+from .rounds import (
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    SHARES,
+    Case,
+    PhaseBudget,
+    affordable,
+    barrier,
+    rate_figure,
+    sample,
+    slowdown_figure,
+    slowest,
+)
 
 _OVER = 0.05
 """A share of the time that is not worth a word."""

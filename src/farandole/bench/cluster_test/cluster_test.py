@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_bits_per_second
-from ..measure.follow_job import Say, account_of, follow_job, refusal
+from ..measure.launch_ranks import Say, account_of, follow_job, refusal
 
 LEAST_SHARE = 0.5
 """Share of the weakest link's rate; below it something is wrong with how ranks use the network."""

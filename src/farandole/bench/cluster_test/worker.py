@@ -26,8 +26,7 @@ import farandole as fd
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...train.verify.verify import Check
-from ..collectives.own_routes import Connections, make_connections, make_sums
-from ..collectives.route import Run
+from ..collectives.routes import Connections, Run, make_connections, make_sums
 from ..data import load_text
 from ..models import LanguageModel
 

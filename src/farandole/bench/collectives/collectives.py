@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..measure.intervals import bound_seconds, format_table, least_bytes, median_interval, paired_ratio
 from ..measure.launch_ranks import Hosts, Say, run_on_hosts
-from .route import OPERATIONS
-from .routes import ROUTES
+from .routes import OPERATIONS, ROUTES
 
 _MOST_BYTES = 2**32
 

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from ...comm.world.world import World
 from ...train.session import init
 from ..measure.intervals import NotMeasurable, sent_bytes
-from .route import Run
-from .routes import ROUTES
+from .routes import ROUTES, Run
 
 _REPEATED_BYTES = 4 * 2**20
 _MOST_REPEATS = 32

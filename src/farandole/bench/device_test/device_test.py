@@ -13,7 +13,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from ..cluster_test.cluster_test import Proof
-from ..measure.follow_job import FollowedJob, Say, account_of, follow_job
+from ..measure.launch_ranks import FollowedJob, Say, account_of, follow_job
 
 _MOST_SECONDS = 300.0
 """For one job, the start included."""

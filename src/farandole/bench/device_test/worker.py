@@ -25,22 +25,24 @@ from ...comm.named_ops.engine import NamedOpsEngine
 from ...comm.named_ops.operations import Request
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.environ.nccl import share_device
+from ...core.environ.env import share_device
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.model import DistributedModel
 from ...train.verify.verify import Check, fingerprint
 from .codecs_check import (
+    CPU,
     FORMS,
     ON_THE_CPU,
     WITHOUT_CODEC,
     CodecRun,
     Form,
+    Subject,
     check_alone,
     difference,
+    find_devices,
     operations_with_other_bits,
 )
 from .device_test import SHARED_KINDS
-from .subject import CPU, Subject, find_devices
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ...core.host.commit import working_directory_commit
-from ...core.host.congestion import congestion_control
+from ...core.host.installed import working_directory_commit
+from ...core.host.open_sockets import congestion_control
 from ...version import VERSION
 
 _CPUINFO = Path("/proc/cpuinfo")

@@ -9,8 +9,8 @@ from typing import Any
 from ...core.vocabulary.codec_spec import AUTO, OPTIONS
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.suggestions import did_you_mean
 from ...core.vocabulary.sync_spec import EVERY_STEP
+from ...core.vocabulary.text import did_you_mean
 
 # Models that are trained for measuring, by name: `workloads` has what they stand for, and needs torch.
 MODELS = ("lm27", "small", "resnet50", "vgg16", "bert", "gpt", "cifar-cnn", "mlp")

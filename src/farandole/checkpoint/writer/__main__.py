@@ -15,8 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .client import receive_message, send_message
-from .file import write_file
+from .client import receive_message, send_message, write_file
 
 _PR_SET_PDEATHSIG = 1
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bytes, parse_bytes, read_option
 from ..main import Parser, parser
 
@@ -180,7 +180,7 @@ def _make(options: argparse.Namespace) -> int:
 
 
 def _prune(options: argparse.Namespace) -> int:
-    from ...checkpoint.prune import prune_checkpoints
+    from ...checkpoint.listing import prune_checkpoints
 
     done = prune_checkpoints(
         options.directory, keep=options.keep, keep_every=options.keep_every, dry_run=options.dry_run

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...bench.cluster_test.cluster_test import Proof, prove
 from ...bench.device_test.device_test import prove_device
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.doctor.checks import weakest_link
 from ...launch.doctor.probe.examine import examine

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from ..main import parser
 
 DATASETS = {"text": False, "fashion-mnist": True}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ..main import parser
-from ..options.run_argument import NEWEST, run_or_newest
+from ..options.output_file import NEWEST, run_or_newest
 
 OVER = 3
 """Exit code when a finding costs more than ``--fail-over`` allows."""
@@ -71,8 +71,7 @@ def _batch_size(run: Path, options: argparse.Namespace) -> int:
     if options.fail_over is not None:
         raise ConfigError("--fail-over has no effect with --batch-size", remedy="leave one out")
     from ...observe.diagnose import measured_step
-    from ...plan.batch_size.from_run import advise_run
-    from ...plan.batch_size.text import to_text
+    from ...plan.batch_advice import advise_run, to_text
 
     step = measured_step(run)
     if options.measure_codecs:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...launch.doctor.checks import judge
 from ...launch.doctor.page import to_mapping, to_text
 from ...launch.doctor.probe.examine import examine

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import (
     format_bytes,
     format_seconds,
@@ -18,8 +18,13 @@ from ...core.vocabulary.units import (
     read_option,
 )
 from ..main import COMMANDS, parser
-from ..options.emulation_options import add_congestion_control
-from ..options.job_options import add_backend_option, add_plan_options, add_record_option, plan_words
+from ..options.job_options import (
+    add_backend_option,
+    add_congestion_control,
+    add_plan_options,
+    add_record_option,
+    plan_words,
+)
 
 _MOST_LATENCY_SECONDS = 10.0
 _EXAMPLES = """\
@@ -72,9 +77,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    from ...launch.emulate.congestion import choose
-    from ...launch.emulate.namespace_holder import become_root_here
-    from ...launch.emulate.network import Network, check_shape, describe_rate, has_delay
+    from ...launch.emulate.network import Network, become_root_here, check_shape, choose, describe_rate, has_delay
     from ...launch.emulate.session import parse_script, run_session
 
     options = make_parser().parse_args(arguments)

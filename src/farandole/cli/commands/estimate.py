@@ -8,12 +8,18 @@ from collections.abc import Sequence
 from math import prod
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean, write_notice
 from ...core.vocabulary.units import parse_bytes, read_option
 from ...plan.memory import PRECISIONS, RECOMPUTE, STAGES
-from ...plan.memory_advice import DEGREES, MOST_RANKS, Choice, rank_counts_of
-from ...plan.memory_page import EstimateRequest, MicroBatchRequest, format_page
+from ...plan.memory_page import (
+    DEGREES,
+    MOST_RANKS,
+    Choice,
+    EstimateRequest,
+    MicroBatchRequest,
+    format_page,
+    rank_counts_of,
+)
 from ..main import parser
 
 _EXAMPLES = """\

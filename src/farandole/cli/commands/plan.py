@@ -10,13 +10,13 @@ from typing import Any
 
 from ...core.vocabulary.config import parse_settings
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import parse_bytes, read_option
 from ...plan.answer.files import to_json, why_path
+from ...plan.answer.page import pipeline_page
 from ...plan.answer.text import to_text
-from ...plan.pipeline_page import pipeline_page
-from ...plan.search.request import GOALS, PRECISIONS, SearchRequest, parse_fixed
+from ...plan.search.result import GOALS, PRECISIONS, SearchRequest, parse_fixed
 from ..main import parser
 from ..options.output_file import check_output
 

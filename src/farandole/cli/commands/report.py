@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ..main import parser
-from ..options.run_argument import NEWEST, run_or_newest
+from ..options.output_file import NEWEST, run_or_newest
 
 _EXAMPLES = """\
   farandole report                              # of the newest run in runs/

@@ -15,8 +15,8 @@ from pathlib import Path
 from ...core.environ.env import BACKEND, RECORD, VERBOSE, inherited_environment
 from ...core.environ.job_plan import read_plan
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.rules import check
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.job.contract import GRACE_SECONDS
 from ...launch.output import OutputStyle, PrefixName
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
     if not options.quiet:
         _say(placed.notes)
     if options.dry_run:
-        from ...launch.start.dry_run import dry_run
+        from ...launch.start.start import dry_run
 
         described = dry_run(placed)
         print(json.dumps(described.to_mapping()) if options.json else described.to_text())
@@ -175,7 +175,7 @@ def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _run_on_ray(
     options: argparse.Namespace, settings: HorovodSettings, arguments: Sequence[str]
 ) -> tuple[Outcome, Path]:
-    from ...launch.start.on_ray import start_on_ray
+    from ...launch.schedulers.ray import start_on_ray
 
     request = replace(_read_request(options, settings), remote=RemoteOptions(variables=tuple(options.variables)))
     spec = read_submission(options, arguments)
@@ -239,7 +239,7 @@ def _end(options: argparse.Namespace, ended: tuple[Outcome, Path]) -> int:
 
 def _what_next(directory: Path) -> str:
     """Return the last lines of a run: the verdict where it is known at once, the directory, the next command."""
-    from ...observe.diagnose.brief import brief_verdict
+    from ...observe.diagnose.verdict import brief_verdict
 
     shown = os.path.relpath(directory) if directory.is_relative_to(Path.cwd()) else str(directory)
     verdict = brief_verdict(directory)

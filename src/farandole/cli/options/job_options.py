@@ -91,3 +91,14 @@ def refuse_plan(plan: Plan | None, size: int | None) -> None:
         degrees = degrees_of(plan, size)
         check({**vars(plan), **degrees.above_one()})
         refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
+
+
+# The option of every command that emulates hosts.
+
+
+def add_congestion_control(parser: argparse.ArgumentParser) -> None:
+    """Add ``--congestion-control``."""
+    parser.add_argument(
+        "--congestion-control", metavar="NAME",
+        help="TCP congestion control of emulated hosts, e.g. bbr (default: cubic, if allowed)",
+    )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.text import write_notice
 
 
 def check_output(option: str, name: str | None) -> Path | None:
@@ -29,3 +30,20 @@ def check_output(option: str, name: str | None) -> Path | None:
             remedy="name a file in a folder that is there",
         ) from None
     return path
+
+
+# The run that a command reads: by default the newest.
+
+
+NEWEST = "(default: the newest in runs/)"
+
+
+def run_or_newest(name: str | None) -> Path:
+    """Return the run directory `name`; the newest where none was given, which is said then."""
+    if name is not None:
+        return Path(name)
+    from ...observe.read.run_reader import newest_run
+
+    found = newest_run()
+    write_notice(f"the newest run: {found}")
+    return found

@@ -28,11 +28,10 @@ import torch
 
 from ...core.environ.env import is_verbose
 from ...core.step_model.link import LinkModel, sum_seconds
-from ...core.step_model.local_steps import LocalPrediction, predict_local_steps
-from ...core.step_model.prediction import StepProfile, predict_step
+from ...core.step_model.prediction import LocalPrediction, StepProfile, predict_local_steps, predict_step
 from ...core.vocabulary.codec_spec import NONE
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
 from ..messages import GroupRank, Reduction, recursive_doubling, reduce_scatter_all_gather
 from ..routes import TRIED_CONNECTIONS, Route

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from ...core.environ.env import read_meeting_address
 from ...core.launchers.rank_variables import read_rank_variables
 from ...core.vocabulary.errors import Mismatch, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..device.streams import untraced
 from ..host_memory.memory import Unavailable, find_peers
 from ..named_ops.data.reductions import HostGroups, host_groups

@@ -47,7 +47,7 @@ from typing import Any, NoReturn
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..world.forks import separate_in_child
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World

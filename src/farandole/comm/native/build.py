@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ...core.environ.env import read_cache_directory
-from ...core.host.packages import C, find_compiler
+from ...core.host.installed import C, find_compiler
 
 FLAGS = (
     "-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",

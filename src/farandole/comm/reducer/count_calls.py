@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.errors import Mismatch
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..collectives import start_all_reduce
 from ..world.comm_errors import translated
 from ..world.store_sync import all_gather_json

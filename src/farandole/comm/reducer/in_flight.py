@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..autotune.on_device import DeviceMeasures
 from ..buckets.bucket import Bucket, LateSteps, Waitable
 from ..buckets.bucket_set import BucketSet

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import name_ranks, write_notice
 from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog, look
 from ..autotune.on_device import DeviceAutotuner, DeviceMeasures

@@ -28,8 +28,8 @@ from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import Recorder
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ..autotune.autotuner import Autotuner
 from ..autotune.look import Look, PassLog
 from ..buckets.bucket_set import BucketSet

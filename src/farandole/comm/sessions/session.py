@@ -32,7 +32,7 @@ import torch
 
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..codecs.codec import is_finite
 from ..codecs.registry import make_codec
 from ..messages import Message, Reduction

@@ -24,9 +24,9 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from ...core.environ.env import SECRET, read_job_secret
-from ...core.host.congestion import available_congestion_controls
+from ...core.host.open_sockets import available_congestion_controls
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ...core.wire.framing import HEADER
 from ..world.host_address import own_address
 from ..world.store_sync import all_gather_json, require_equal

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.errors import CommError, Mismatch, PeerLost, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..messages import (
     GroupRank,
     Message,

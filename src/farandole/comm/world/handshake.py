@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.environ.nccl import nccl_host
+from ...core.environ.env import nccl_host
 from ...core.launchers.rank_variables import how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Mismatch
 from ...version import VERSION

@@ -28,8 +28,7 @@ from ...core.environ.env import read_nonce
 from ...core.failures import first_line
 from ...core.launchers.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks, write_notice
 from .forks import keep_for_ever
 from .socket_abort import SocketAborter
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ...core.host.open_sockets import open_sockets
 from ...core.vocabulary.errors import CommError, Mismatch, PlanError, Stalled
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from .comm_errors import refuse_if_ended, translate_error, translated
 from .forks import replace_sockets
 from .rendezvous import LATE_SECONDS

@@ -18,8 +18,7 @@ from ..vocabulary.config import read_mapping
 from ..vocabulary.errors import ConfigError
 from ..vocabulary.run_files import write_private
 from .cluster import Cluster, Coefficient
-from .decode import FieldPath, decode
-from .limits import check_cluster, check_version
+from .limits import FieldPath, check_cluster, check_version, decode
 
 _HEAD = """\
 # What a cluster gives, for `farandole plan`. See docs/cluster-file.md.

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..vocabulary.codec_spec import CodecSpec
 from ..vocabulary.errors import ConfigError
-from ..vocabulary.suggestions import nearest
+from ..vocabulary.text import nearest
 from .cluster import (
     OPERATIONS,
     Cluster,

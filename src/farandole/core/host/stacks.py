@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from ..environ.env import read_run_settings
 from ..launchers.rank_variables import read_rank_variables
 from ..vocabulary.errors import ConfigError, FarandoleError
-from ..vocabulary.notice import write_notice
 from ..vocabulary.run_files import Crash, stacks_path
+from ..vocabulary.text import write_notice
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')

@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from .errors import PlanError
-from .suggestions import did_you_mean
+from .text import did_you_mean
 
 
 @dataclass(frozen=True)

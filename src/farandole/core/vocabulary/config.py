@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from .errors import ConfigError
-from .suggestions import did_you_mean
+from .text import did_you_mean
 from .units import parse_bytes, parse_seconds
 
 if sys.version_info >= (3, 11):

@@ -19,8 +19,8 @@ from typing import Any, Final, NamedTuple
 from .codec_spec import AUTO, NONE, OPTIONS, CodecSpec
 from .degrees import EQUAL, ORDER, REST, SPEED
 from .errors import PlanError
-from .suggestions import did_you_mean
 from .sync_spec import ASYNC, EVERY_STEP, MEASURED, SERVER
+from .text import did_you_mean
 
 # Schedules of a pipeline, which `core/schedule` builds, and of what trains.
 

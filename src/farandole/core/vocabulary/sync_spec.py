@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple
 
 from .codec_spec import NONE
 from .errors import PlanError
-from .suggestions import did_you_mean
+from .text import did_you_mean
 
 EVERY_STEP: Final = "every_step"
 MEASURED: Final = "auto"

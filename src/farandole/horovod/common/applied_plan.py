@@ -21,8 +21,8 @@ from ...comm.codecs.eligibility import can_have, choose_codec, pattern_for
 from ...core.environ.job_plan import JobPlan
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from .basics import basics
 from .compression import codec_of, name_of
 from .reductions import Adasum

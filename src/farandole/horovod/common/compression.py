@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 
 
 class Compressor:

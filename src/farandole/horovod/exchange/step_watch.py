@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from ...comm.world.world import World
 from ...core.vocabulary import events
 from ...core.vocabulary.events import BucketFacts, BucketLayout, Event, Logged
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...parallel.instrument.training_facts import TrainingFacts, facts_of
 from ...train.data.loader_watch import pause_loaders, watch_loaders
 from ...train.stall.watcher import open_phases

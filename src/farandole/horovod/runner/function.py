@@ -15,7 +15,7 @@ from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import FAILURE
-from ...core.vocabulary.suggestions import install_command
+from ...core.vocabulary.text import install_command
 from ...launch.function_job import read_results, run_job, write_function
 from ..as_horovod import SHIM
 

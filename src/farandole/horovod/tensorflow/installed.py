@@ -12,8 +12,8 @@ from typing import Any
 
 import torch  # noqa: F401 - see [Note: torch first]
 
-from ...core.host.packages import installed_tensorflow
-from ...core.vocabulary.suggestions import install_command
+from ...core.host.installed import installed_tensorflow
+from ...core.vocabulary.text import install_command
 
 OLDEST = (2, 16)
 _INSTALL = f"{install_command('tensorflow')}, or pip install tensorflow-cpu where there is no GPU"

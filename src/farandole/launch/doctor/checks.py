@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from ...core.host.congestion import PACED, USUAL
+from ...core.host.open_sockets import PACED, USUAL
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from .facts import SEVERITIES, ClusterFacts, ClusterFinding, Findings, HostFacts, Interface, LinkFacts, Severity
 

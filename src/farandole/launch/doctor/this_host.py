@@ -14,14 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from ...core.environ.env import read_ssh_connection, set_variables
-from ...core.host.commit import working_directory_commit
-from ...core.host.congestion import congestion_control
+from ...core.host.installed import package_version, working_directory_commit
 from ...core.host.interfaces import Address, own_addresses, towards
-from ...core.host.packages import package_version
+from ...core.host.open_sockets import congestion_control
 from ...core.vocabulary.errors import LaunchError
 from ...version import VERSION
-from .facts import HostFacts, HostNetwork, Interface, Resources
-from .machine import ask_command, read_cores, read_gpus, read_limits, read_memory, read_shared_memory
+from .facts import (
+    HostFacts,
+    HostNetwork,
+    Interface,
+    Resources,
+    ask_command,
+    read_cores,
+    read_gpus,
+    read_limits,
+    read_memory,
+    read_shared_memory,
+)
 
 LOOKUP_SECONDS = 3.0
 _SOCKET_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")

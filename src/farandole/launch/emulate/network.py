@@ -13,23 +13,33 @@ Source of the shaping: tc-tbf(8). Its bucket holds 2 ms of the rate, at least on
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import shutil
+import signal
+import socket
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from ...core.environ.env import inherited_environment, read_command_path
-from ...core.host.congestion import IN_USE
+from ...core.host.open_sockets import (
+    IN_USE,
+    PACED,
+    SETTINGS,
+    USUAL,
+    allowed_congestion_controls,
+    available_congestion_controls,
+)
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.units import format_bits_per_second
-from ..job.hosts import HostNamespaces, write_hosts
+from ..job.hosts import CLONE_NEWUSER, HOST_NAMESPACES, HostNamespaces, write_hosts
+from ..supervise.process import dying_with_us
 from ..supervise.stopped_process import state_of
-from .congestion import CongestionChoice, choose
-from .namespace_holder import NamespaceHolder, start_keeper
 
 _NET = "10.211"
 _PREFIX = "farandole-hosts-"
@@ -297,4 +307,140 @@ def _remedy(command: list[str], error: str) -> str:
     if "qdisc kind is unknown" in error:
         module = "sch_netem" if "netem" in command else "sch_tbf"
         return f"this kernel lacks {module}: modprobe {module}"
+    return ""
+
+
+# Which congestion control emulated hosts use, of those that this machine lets a network namespace have.
+
+
+class CongestionChoice(NamedTuple):
+    """What TCP of the hosts uses. `name` empty: what new namespaces have. `note`: why it is not the usual one."""
+
+    name: str
+    note: str
+
+
+def choose(asked: str | None, settings: Path = SETTINGS) -> CongestionChoice:
+    """Return what is asked for, else cubic, else one that does not pace, else what is there.
+
+    A machine's own choice may be any: the same emulated link should mean the same on all of them. Raises
+    `ConfigError` for one that is asked for and cannot be had.
+    """
+    if asked is not None:
+        _check(asked, settings)
+        return CongestionChoice(asked, "")
+    allowed = allowed_congestion_controls(settings)
+    if USUAL in allowed:
+        return CongestionChoice(USUAL, "")
+    steady = next((name for name in allowed if name not in PACED), "")
+    return CongestionChoice(
+        steady,
+        f"TCP of the hosts uses {steady or 'what this machine uses'}, not {USUAL}: this machine allows namespaces "
+        f"only {' '.join(allowed) or 'what it does not say'} (net.ipv4.tcp_allowed_congestion_control)",
+    )
+
+
+def _check(name: str, settings: Path) -> None:
+    available, allowed = available_congestion_controls(settings), allowed_congestion_controls(settings)
+    if name not in available:
+        raise ConfigError(
+            f"--congestion-control {name!r}: expected one that this kernel has: {', '.join(available) or 'none'}",
+            remedy="others may be modules, as tcp_bbr is: modprobe tcp_bbr",
+        )
+    if allowed and name not in allowed:
+        raise ConfigError(
+            f"--congestion-control {name!r}: this kernel has it, and allows network namespaces only "
+            f"{', '.join(allowed)}",
+            remedy=f"choose one of them, or allow it: sysctl -w net.ipv4.tcp_allowed_congestion_control="
+            f"'{' '.join(allowed)} {name}'",
+        )
+
+
+# The namespace holder: an idle process that owns one host's namespaces.
+#
+# [Note: nothing is left] The namespaces of an emulated host have no name in the file system. They live as long as
+# a process is in them: the holder and the host's ranks. The holder dies with its maker (PR_SET_PDEATHSIG), the
+# ranks with their launcher, and the kernel then takes interfaces, links and shaping away. So there is nothing to
+# clean up after a kill -9, now or at the next start.
+
+
+_MS_BIND, _MS_REC, _MS_PRIVATE = 0x1000, 0x4000, 0x40000
+
+
+@dataclass(frozen=True)
+class NamespaceHolder:
+    """A process in namespaces of its own."""
+
+    pid: int
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+
+
+def become_root_here() -> None:
+    """Enter a user namespace in which this process may make networks; for those who are not root.
+
+    Raises `LaunchError` with the one line that says what is missing.
+    """
+    user, group = os.getuid(), os.getgid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER):
+        raise LaunchError(
+            f"emulating hosts needs root or user namespaces, and this kernel refuses them: "
+            f"{os.strerror(ctypes.get_errno())}",
+            remedy="run as root, or: sysctl -w user.max_user_namespaces=1000 "
+            "(and kernel.apparmor_restrict_unprivileged_userns=0 on Ubuntu)",
+        )
+    try:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:  # noqa: PTH123 - one write call, as the kernel asks
+                file.write(text)
+    except OSError as problem:
+        raise LaunchError(f"emulating hosts needs root: {problem}", remedy="run as root") from None
+
+
+def start_keeper(name: str, hosts_file: str | None) -> NamespaceHolder:
+    """Start a keeper whose host is called `name`, with `hosts_file` instead of /etc/hosts."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    die_with_us = dying_with_us()
+    here, there = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(here)
+            problem = _live(libc, die_with_us, name, hosts_file)
+            os.write(there, problem.encode() or b"ready")
+            os.close(there)
+            while not problem:
+                signal.pause()
+        finally:
+            os._exit(1)
+    os.close(there)
+    answer = os.read(here, 4096).decode()
+    os.close(here)
+    if answer != "ready":
+        os.waitpid(pid, 0)
+        raise LaunchError(
+            f"this machine cannot make host {name}: {answer or 'its keeper died'}",
+            remedy="network namespaces are needed (root, or user namespaces; not inside most containers)",
+        )
+    return NamespaceHolder(pid)
+
+
+def _live(libc: ctypes.CDLL, die_with_us: Callable[[], None], name: str, hosts_file: str | None) -> str:
+    """Take the namespaces; return what went wrong, or nothing."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    signal.set_wakeup_fd(-1)
+    die_with_us()
+    os.setsid()
+    if libc.unshare(HOST_NAMESPACES):
+        return f"unshare: {os.strerror(ctypes.get_errno())}"
+    socket.sethostname(name)
+    if libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None):
+        return f"mount: {os.strerror(ctypes.get_errno())}"
+    if hosts_file is not None and libc.mount(hosts_file.encode(), b"/etc/hosts", None, _MS_BIND, None):
+        return f"mount /etc/hosts: {os.strerror(ctypes.get_errno())}"
     return ""

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from ...core.environ import env
 from ...core.host.sanitize import quoted
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 
 # Lists of hosts as people write them: ``-H``, host files, ``--include`` and ``--exclude``. Pure parsing.
 

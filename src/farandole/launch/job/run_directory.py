@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...core.host import paths
-from ...core.host.commit import working_directory_commit
-from ...core.host.congestion import congestion_control
+from ...core.host.installed import working_directory_commit
+from ...core.host.open_sockets import congestion_control
 from ...core.vocabulary import run_files
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan

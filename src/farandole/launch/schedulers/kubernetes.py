@@ -21,7 +21,7 @@ from typing import Any
 
 from ...core.launchers.launcher_env import DEFAULT_PORT
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ..job.contract import GRACE_SECONDS
 from .submission import SubmitSpec
 

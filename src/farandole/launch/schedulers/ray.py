@@ -8,7 +8,9 @@ they meet. The actors end with this driver, their processes with the actors.
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,17 +18,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.environ.env import default_environment, read_ray_address
+from ...core.environ.env import default_environment, inherited_environment, read_ray_address
+from ...core.host.interfaces import towards
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.run_files import Crash, read_crashes
-from ...core.vocabulary.suggestions import install_command
+from ...core.vocabulary.text import install_command
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.hosts import LOOPBACK, HostSlots
-from ..job.placement import assign_ranks
+from ..job.placement import ReservedPort, assign_ranks
 from ..output import Output
+from ..start.placing import PlacedJob, variables_to_send
+from ..start.request import JobRequest
+from ..start.start import make_job, open_run, run_recorded
 from ..supervise.failure import Exit, Failure, find_failure
-from ..supervise.fixed_job import FixedJob
-from .ray_actor import RankActor
+from ..supervise.job_loop import FixedJob, Outcome
+from ..supervise.process import RankProcess, start_rank
+from ..supervise.reaper import end_group, has_ended
+from .submission import SubmitSpec
 
 PLACE_SECONDS = 60.0
 """How long to wait for the cluster to make room for all ranks."""
@@ -245,3 +253,103 @@ class RayJob(FixedJob):
         if failure.host or failure.rank is None:
             return failure
         return replace(failure, host=self._made.places[failure.rank].host_name)
+
+
+# What runs inside an actor of Ray: one rank's process, its output and its end.
+
+
+class RankActor:
+    """Starts one rank's process when told and hands on what it prints. One call at a time."""
+
+    def __init__(self) -> None:
+        self._process: RankProcess | None = None
+        self._port: ReservedPort | None = None
+        self._open: dict[int, bool] = {}
+        """Descriptors of pipes that are open, and whether it is stderr."""
+
+    def address(self) -> str:
+        """Return the address of the node this actor is on, as the cluster knows it."""
+        import ray
+
+        return str(ray.util.get_node_ip_address())
+
+    def interface(self, peers: Sequence[str]) -> str:
+        """Return the interface of this node that leads to the addresses `peers`."""
+        return towards(peers).interface
+
+    def reserve(self, address: str) -> int:
+        """Hold a free port for the ranks to meet at until this actor ends; return it."""
+        self._port = ReservedPort(address)
+        return self._port.port
+
+    def start(self, rank: int, command: Sequence[str], environment: Mapping[str, str], directory: str) -> None:
+        """Start the rank; raise `LaunchError` when it cannot be."""
+        try:
+            os.chdir(directory)
+        except OSError as problem:
+            raise LaunchError(
+                f"rank {rank}: {directory} on {socket.gethostname()}: {problem.strerror}",
+                remedy="start from a directory that all nodes have",
+            ) from None
+        self._process = start_rank(rank, command, inherited_environment(environment), ())
+        self._open = {pipe.fileno(): is_error for pipe, is_error in self._process.pipes}
+
+    def poll(self, wait_seconds: float) -> tuple[list[tuple[bool, bytes]], int | None]:
+        """Return what the rank printed, as (is it stderr, bytes), and its exit code once it has ended.
+
+        Waits up to `wait_seconds` for news. What the rank has started ends with it.
+        """
+        process = self._process
+        assert process is not None, "poll() comes after start()"
+        select.select([*self._open, *([process.pidfd] if process.pidfd >= 0 else [])], [], [], wait_seconds)
+        code = None
+        if has_ended(process.popen):
+            code = end_group(process.popen)
+        printed = [(is_error, data) for fd, is_error in list(self._open.items()) if (data := self._read(fd))]
+        if code is not None:
+            self._open.clear()
+            process.close()
+        return printed, code
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and all that it has started."""
+        if self._process is not None and not has_ended(self._process.popen):
+            self._process.signal(number)
+
+    def _read(self, descriptor: int) -> bytes:
+        data = b""
+        while len(data) < 1 << 20:
+            try:
+                piece = os.read(descriptor, 1 << 16)
+            except BlockingIOError:
+                return data
+            if not piece:
+                self._open.pop(descriptor, None)
+                return data
+            data += piece
+        return data
+
+
+# Starting the ranks of a job on Ray.
+
+
+def start_on_ray(request: JobRequest, spec: SubmitSpec) -> tuple[Outcome, Path]:
+    """Run the ranks of `request` on Ray; return how it ended and its run directory."""
+    variables = variables_to_send(request)
+    if spec.options:
+        raise ConfigError(f"--{next(iter(spec.options))} means nothing to --on ray", remedy="leave it out")
+    nodes, per_node = spec.shape()
+    threads = spec.cpus_per_rank or 1
+    needs = RayRequest(nodes * per_node, threads, 0 if spec.gpus_per_node is None else 1)
+    with cluster(needs) as ray:
+        actors = RayActors(ray, needs)
+        try:
+            address, port = actors.place()
+            directory = open_run(replace(request, label=spec.name), size=needs.size)
+            job = make_job(PlacedJob(request, (), threads=threads, address=address), directory, port)
+            return run_recorded(
+                request, directory, needs.size,
+                lambda output: RayJob(actors, request.command, job, output, variables).run(),
+            )  # fmt: skip
+        finally:
+            actors.close()

@@ -19,7 +19,7 @@ from typing import Protocol, cast
 
 from ...core.environ.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from ..job.contract import GRACE_SECONDS
 from ..job.hosts import MOST_SLOTS
 from ..supervise.job_loop import ENDING, handling

@@ -17,8 +17,7 @@ from ..job.hosts import Host, need_ssh
 from ..supervise.failure import Exit
 from .agent.files import FileTaker
 from .link.frames import Message
-from .link.handshake import Handshake
-from .link.host_failure import HostFailure
+from .link.host_failure import Handshake, HostFailure
 from .link.host_link import HostLink
 from .link.protocol import Heartbeat, unpack_crash
 from .remote_job import HostListener, RemoteJobSpec

@@ -18,11 +18,10 @@ from ...core.vocabulary.run_files import Crash
 from ...core.wire.framing import FrameError
 from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure, find_suspects, is_hang
-from ..supervise.fixed_job import FixedJob
+from ..supervise.job_loop import FixedJob
 from .agent.files import FileTaker
 from .link.frames import Message
-from .link.handshake import Handshake
-from .link.host_failure import HostFailure
+from .link.host_failure import Handshake, HostFailure
 from .link.host_link import HostLink, Phase
 from .link.protocol import SUSPECT_SECONDS, Heartbeat, pack_places, unpack_crash
 from .remote_job import HostListener, RemoteJobSpec

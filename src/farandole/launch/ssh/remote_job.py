@@ -14,8 +14,7 @@ from ..job.contract import JobSpec
 from ..supervise.stopped_process import OwnPauses
 from .agent.files import FileTaker
 from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
-from .link.handshake import Handshake, check_ready
-from .link.host_failure import HostFailure, nonsense, why_hung_up, why_silent
+from .link.host_failure import Handshake, HostFailure, check_ready, nonsense, why_hung_up, why_silent
 from .link.host_link import HostLink
 from .link.protocol import pack_job
 from .link.remote_shell import AGENT, HostSetup

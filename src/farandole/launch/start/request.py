@@ -14,7 +14,7 @@ from ...core.host import paths
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import RUN
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.suggestions import nearest
+from ...core.vocabulary.text import nearest
 from ..elastic.options import ElasticOptions
 from ..job.contract import GRACE_SECONDS
 from ..job.hosts import HostSlots

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import secrets
+import shlex
+import signal
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.environ.env import inherited_environment, read_frozen_seconds, read_typed_command
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, PLAN, hide_secrets
+from ...core.failures import Position, describe, judge, read_positions
+from ...core.vocabulary.run_files import (
+    FAILURE,
+    INTERRUPTED,
+    PLAN,
+    STACKS,
+    STALL,
+    SavesAccount,
+    hide_secrets,
+    write_private,
+)
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.sync_spec import SyncSpec
-from ..job.contract import FROZEN_SECONDS, JobSpec
+from ...core.vocabulary.text import write_notice
+from ...core.vocabulary.units import format_seconds
+from ..job.contract import FROZEN_SECONDS, JobSpec, rank_environment
 from ..job.placement import ReservedPort
 from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
@@ -26,7 +43,6 @@ from .request import JobRequest
 
 if TYPE_CHECKING:
     from ..supervise.failure import Failure
-    from ..supervise.interruption import Interruption
 
 Status = Callable[[Path], str | None]
 """Returns the latest progress of the run in a directory, a line for the user; None: there is none."""
@@ -151,8 +167,6 @@ def report_failure(outcome: Outcome, directory: Path, *, size: int | None = None
     if outcome.failure is not None:
         account, file = replace(outcome.failure, stacks=stacks), FAILURE
     elif outcome.signal is not None:
-        from ..supervise.interruption import interruption_of
-
         account, file = interruption_of(directory, outcome.signal, outcome.positions, size), INTERRUPTED
     else:
         return
@@ -161,3 +175,145 @@ def report_failure(outcome: Outcome, directory: Path, *, size: int | None = None
         account.write(directory)
     except OSError as problem:
         write_notice(f"no {file} was written: {problem.strerror}")
+
+
+# What would be started, with nothing made: the plan, and each rank's command and environment.
+
+
+_FOUND = "(found when it starts)"
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A placed job as `start_job` would start it."""
+
+    placed: PlacedJob
+    ranks: list[dict[str, Any]]
+    """The number, the cores and the variables of each rank."""
+    connections: dict[str, list[str]] = field(default_factory=dict)
+    """By host over ssh, the command that connects us to it."""
+    variables_sent: tuple[str, ...] = ()
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        request = self.placed.request
+        return {
+            "command": request.command, "ranks": self.ranks, "plan": (request.plan or Plan()).to_mapping(),
+            "warnings": self.placed.warnings, "connections": self.connections,
+            "variables_sent": list(self.variables_sent),
+        }  # fmt: skip
+
+    def to_text(self) -> str:
+        """Return lines that a shell could run, and comments."""
+        request, places = self.placed.request, self.placed.places
+        lines = []
+        for name, command in self.connections.items():
+            count = sum(place.host_name == name for place in places)
+            lines.append(f"# host {name}, {count} rank(s): {shlex.join(command)}")
+        if self.connections:
+            sent = ", ".join(self.variables_sent) or "none"
+            lines.append(f"# variables of this environment that hosts are sent: {sent}")
+        lines += [f"# warning: {warning}" for warning in self.placed.warnings]
+        lines.append("# plan: " + (", ".join((request.plan or Plan()).to_toml().split("\n")[:-1])))
+        for rank in self.ranks:
+            lines.append(f"# rank {rank['rank']}, cores {','.join(map(str, rank['cores'])) or 'any'}")
+            words = [f"{name}={shlex.quote(value)}" for name, value in rank["environment"].items()]
+            lines.append("env " + " \\\n    ".join([*words, shlex.join(request.command)]))
+        return "\n".join(lines)
+
+
+def dry_run(placed: PlacedJob) -> DryRun:
+    """Return what `start_job` would start. What is found while a job starts is named as such."""
+    job = replace(make_job(placed, planned_directory(placed), placed.port or 0), secret="")
+    unknown = {} if placed.port is not None else dict.fromkeys(("FARANDOLE_PORT", "MASTER_PORT"), "(a free port)")
+    connections, sent = {}, {}
+    if placed.over_ssh:
+        connections = {name: command for name, _, command in host_commands(placed)}
+        sent = variables_there(placed.request)
+        unknown |= dict.fromkeys(("FARANDOLE_ADDRESS", "MASTER_ADDR"), _FOUND)
+        unknown |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), _FOUND)
+        names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
+        unknown |= dict.fromkeys(names, "(a rank's share of its host's cores)")
+    ranks = []
+    for place in placed.places:
+        if placed.over_ssh:
+            place = replace(place, interface=_FOUND)  # noqa: PLW2901 - as the host's agent does
+        values = rank_environment(place, job, sent if placed.over_ssh else inherited_environment())
+        values |= {name: text for name, text in unknown.items() if name in values and name not in job.environment}
+        ranks.append({"rank": place.rank, "cores": list(place.cores), "environment": values})
+    return DryRun(placed, ranks, connections, tuple(sorted(sent)))
+
+
+# A job that was ended by a signal to its launcher: which signal, and which ranks waited then.
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """How a job stood when its launcher was signalled."""
+
+    signal: int
+    positions: tuple[Position, ...]
+    """Ranks that did no steps; empty: all went on."""
+    is_hanging: bool
+    """Whether no rank could have gone on."""
+    saves: SavesAccount | None = None
+    """None: nothing of the job saves checkpoints."""
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it."""
+        return 128 + self.signal
+
+    def to_text(self, directory: Path) -> str:
+        """Return what is said of it: where ranks waited, if any did, and that all have ended."""
+        lines = []
+        if any(position.kind not in ("pause", "working", "idle") for position in self.positions):
+            how = "while hanging: " if self.is_hanging else "while "
+            lines.append(f"farandole: interrupted {how}{describe(self.positions, past=True)}")
+        name = signal.Signals(self.signal).name
+        files = f"logs in {directory / 'logs'}"
+        if lines and (directory / STACKS).exists():
+            files += f", stacks in {directory / STACKS}"
+        if self.saves is not None:
+            lines.append(f"farandole: {_describe_saves(self.saves)}")
+        lines.append(f"farandole: stopped all ranks on {name}; {files}; exit code {self.exit_code}")
+        return "\n".join(lines)
+
+    def write(self, directory: Path) -> None:
+        """Leave it in the run directory; raises OSError."""
+        values = {
+            "signal": signal.Signals(self.signal).name, "exit_code": self.exit_code, "hanging": self.is_hanging,
+            "positions": [asdict(position) for position in self.positions],
+            "saves": None if self.saves is None else asdict(self.saves),
+        }  # fmt: skip
+        write_private(directory / INTERRUPTED, json.dumps(values, indent=1) + "\n")
+
+
+def interruption_of(directory: Path, number: int, positions: Sequence[Position], size: int | None) -> Interruption:
+    """Return how a job of `size` ranks (None: not known) stood; `positions`: those at the time of the signal."""
+    reported = _reported_hang(directory)
+    found = {position.rank: position for position in reported}
+    found |= {position.rank: position for position in positions or read_positions(directory)}
+    ordered = tuple(found[rank] for rank in sorted(found))
+    is_hanging = bool(reported) or (len(ordered) == size and judge(ordered) == "hang")
+    return Interruption(number, ordered, is_hanging, SavesAccount.read(directory))
+
+
+def _describe_saves(saves: SavesAccount) -> str:
+    """Return whether the last save is whole, and which checkpoint is."""
+    is_whole = saves.whole is not None and saves.begun in (saves.whole, None)
+    if saves.whole is None:
+        whole = f"no checkpoint of this run is in {saves.directory}"
+    else:
+        age = format_seconds(max(0.0, time.time() - saves.when_seconds))
+        whole = f"the last whole checkpoint is that of step {saves.whole} in {saves.directory}, made {age} ago"
+    return whole if is_whole or saves.begun is None else f"the save of step {saves.begun} is not whole; {whole}"
+
+
+def _reported_hang(directory: Path) -> list[Position]:
+    """Return the positions of a hang that a rank reported and that has not ended."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        values = json.loads((directory / STALL).read_text(encoding="utf-8"))
+        found = [Position.from_json(json.dumps(each)) for each in values["positions"]]
+        return [position for position in found if position is not None]
+    return []

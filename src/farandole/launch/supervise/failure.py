@@ -11,9 +11,8 @@ from pathlib import Path
 
 from ...core.failures import is_out_of_memory, is_peer_lost, is_timeout
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import NOTICE
-from ...core.vocabulary.rank_lists import name_ranks, who_failed
 from ...core.vocabulary.run_files import FAILURE, STACKS, Crash, write_private
+from ...core.vocabulary.text import NOTICE, name_ranks, who_failed
 from .stacks import where_they_stood
 from .stopped_process import FROZEN_KIND
 

@@ -14,14 +14,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ...core.host.process_status import raise_descriptor_limit
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import Crash, events_path, read_crashes, stacks_path
+from ...core.vocabulary.text import name_ranks
 from ..job.contract import JobSpec, RankSpec
 from ..job.placement import is_in_use
 from ..output import Output
 from .failure import Exit, Failure, account_of_leaving, find_failure, out_of_memory_kills
-from .fixed_job import FixedJob
-from .job_loop import Outcome
+from .job_loop import FixedJob, Outcome
 from .ranks import HostRanks
 from .reaper import Reaper
 from .stopped_process import stat_of

@@ -26,8 +26,8 @@ from ...core.vocabulary.events import (
     SETUP_ROWS_IN_STEP,
     SetupValue,
 )
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import name_ranks
 from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..figures.figures import mean
 from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline

@@ -6,29 +6,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.events import SETUP_CHECKPOINT_ALARM
 from ...core.vocabulary.units import format_seconds, format_share
 from ..figures.figures import mean
 from ..figures.inexact import exchanges_none, few_steps
-from ..figures.step_parts import COMPUTE_AND_REST
-from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN
-from ..figures.tuning import read_tuning, verdict_of
-from ..figures.waits import hidden_by_step, rows_by_step
-from ..read.run_end import how_it_failed, how_it_hung
-from ..read.run_reader import RunRecords, read_run
+from ..figures.step_parts import COMPUTE_AND_REST, hidden_by_step, rows_by_step
+from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN, read_tuning, verdict_of
+from ..read.run_reader import RunRecords, how_it_failed, how_it_hung, read_run
 from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost
 from .facts.proposals import is_taken
 from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
 from .finders.disjoint import make_disjoint, room_of, scaled_to
-from .finders.few_cores import FIRST, find_crowded, find_threads, with_first
 from .finders.front_ends import in_words_of
-from .finders.host_facts import find_device_limits, find_starved
+from .finders.host_facts import FIRST, find_crowded, find_device_limits, find_starved, find_threads, with_first
 from .finders.loader_fixes import find_input
 from .finders.optimizer_step import find_optimizer, find_small_batch
-from .finders.own_code import find_own_code
-from .finders.pauses import find_irregular, find_pauses
+from .finders.pauses import find_irregular, find_own_code, find_pauses
 from .finders.stragglers import find_jitter, find_stragglers
 from .inner_exchanges import find_experts, find_inner, find_pipeline, unequal_experts
 
@@ -259,3 +255,21 @@ def failed_saves(records: RunRecords) -> list[str]:
     """Return a sentence if the last checkpoint of the run was not saved; the ranks say the same."""
     alarms = [str(each.setup.get(SETUP_CHECKPOINT_ALARM) or "") for each in records.timelines]
     return [f"ALARM: {alarm}" for alarm in sorted({each for each in alarms if each})[:1]]
+
+
+# The verdict on a run in one line, for its closing summary: only where it costs next to nothing.
+
+
+MOST_BYTES = 2 * 2**20
+"""Records that are read in about a second; those of longer runs are left to ``farandole diagnose``."""
+
+
+def brief_verdict(run_directory: Path) -> str:
+    """Return the verdict of `diagnose`; empty where there is none, or the records are too long to read now."""
+    try:
+        if sum(path.stat().st_size for path in run_directory.glob("events-rank*.jsonl")) > MOST_BYTES:
+            return ""
+        diagnosis = diagnose(run_directory)
+    except (FarandoleError, OSError):
+        return ""
+    return diagnosis.verdict if diagnosis.steps_looked_at else ""

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from .chrome import write_chrome
 from .metrics import write_metrics
 from .source import ExportSource, load

@@ -15,8 +15,7 @@ from ..figures.step_parts import rows_of
 from ..figures.summary import Summary, summarise
 from ..format.rows import step_seconds
 from ..read.timeline_reader import RankTimeline
-from .output import needed, write_output
-from .source import ExportSource, wall_seconds
+from .source import ExportSource, needed, wall_seconds, write_output
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"
 _SUFFIXES = {COUNTER: "_total", INFO: "_info"}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, DataError
+from ...core.vocabulary.run_files import write_private
+from ...core.vocabulary.text import install_command
 from ..format.rows import StepRow
-from ..read.run_end import note_killed
-from ..read.run_reader import RunRecords, read_run
+from ..read.run_reader import RunRecords, note_killed, read_run
 from ..read.timeline_reader import RankTimeline
 
 
@@ -129,3 +133,37 @@ def wall_seconds(text: str) -> float:
     except ValueError:
         return 0.0
     return (time if time.tzinfo else time.replace(tzinfo=timezone.utc)).timestamp()
+
+
+# Files of the formats, and the packages that write some of them.
+
+
+def write_output(path: Path, pieces: Iterable[bytes]) -> Path:
+    """Write a private file, through gzip when its name ends with ``.gz``; return its path.
+
+    Raises `ConfigError` when it cannot be written; nothing is left behind then.
+    """
+    try:
+        write_private(path, _packed(pieces) if path.suffix == ".gz" else pieces)
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot write {path}: {problem.strerror or problem}", remedy="choose another place with -o OUT"
+        ) from None
+    return path
+
+
+def _packed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    packer = zlib.compressobj(zlib.Z_BEST_COMPRESSION, wbits=31)  # 31: gzip's header
+    yield from map(packer.compress, pieces)
+    yield packer.flush()
+
+
+def needed(module: str, extra: str) -> Any:
+    """Import `module`, of this package's extra `extra`. Raises ConfigError, which names that, if it is missing."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as problem:
+        raise ConfigError(
+            f"this format needs {module.partition('.')[0]}, which cannot be imported ({problem})",
+            remedy=f"install it with: {install_command(extra)}",
+        ) from None

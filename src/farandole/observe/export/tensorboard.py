@@ -20,8 +20,7 @@ from ..figures.step_parts import rows_of, shares_of, step_parts
 from ..figures.summary import weighted_loss
 from ..format.rows import StepRow, step_seconds
 from ..read.timeline_reader import RankTimeline
-from .output import needed, write_output
-from .source import ExportSource, rows_by_step
+from .source import ExportSource, needed, rows_by_step, write_output
 
 _T = TypeVar("_T")
 STEPS_SHOWN = 10_000

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, DataError
-from .output import write_output
+from .source import write_output
 
 TraceEvent = dict[str, Any]
 PAGE_BYTES = 4096

@@ -35,8 +35,8 @@ from ...core.vocabulary.events import (
     SETUP_PREDICTED,
     SETUP_ZERO,
 )
-from ...core.vocabulary.predicted import GLOBAL_BATCH, HIGH, LOW, PEAK, RANKS, STEP, TERMS, Term, refuse_impossible
 from ...core.vocabulary.rules import MOST_ZERO
+from ...core.vocabulary.spec import GLOBAL_BATCH, HIGH, LOW, PEAK, RANKS, STEP, TERMS, Term, refuse_impossible
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..read.run_reader import RunRecords
 from ..read.timeline_reader import RankTimeline

@@ -12,8 +12,8 @@ import weakref
 from pathlib import Path
 from typing import IO, Any
 
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import FULL_DISK
+from ...core.vocabulary.text import write_notice
 from .rows import StepRow, ThinnedRow, step_seconds
 
 FLUSH_SECONDS = 1.0

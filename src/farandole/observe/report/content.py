@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from markupsafe import Markup
 
 from ...core.vocabulary.errors import DataError, FarandoleError
-from ...core.vocabulary.rank_lists import who_failed
 from ...core.vocabulary.run_files import FAILURE, METRICS, RUN
+from ...core.vocabulary.text import who_failed
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds, format_share
 from ..diagnose import Diagnosis
 from ..diagnose.verdict import diagnose_records
@@ -23,9 +23,8 @@ from ..figures.step_parts import StepParts, step_parts
 from ..figures.summary import Summary, summarise_records
 from ..format.rows import StepRow
 from ..read.clock import are_comparable
-from ..read.link_traffic import links_between_hosts
 from ..read.run_reader import RunRecords, no_run, read_run
-from ..read.timeline_reader import RankTimeline
+from ..read.timeline_reader import RankTimeline, links_between_hosts
 
 MOST_NOTES = 12
 

@@ -27,8 +27,8 @@ from ...comm.messages import bytes_of
 from ...comm.world.store_sync import Fact, all_gather_json, require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, Mismatch
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import name_ranks
 
 # Whether ranks distribute the same models by the same plan, in the same order.
 #

@@ -24,7 +24,7 @@ from torch import nn
 from ...comm.device.accelerator import generator_of
 from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.world import World
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How far, as a share, the losses of one batch may be apart that is divided in two ways."""

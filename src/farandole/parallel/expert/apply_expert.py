@@ -20,8 +20,8 @@ from ...comm.reducer.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import SAME_PARAMETERS
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ..data.model_changes import class_of
 from ..mesh import Mesh
 from ..model import Strategy

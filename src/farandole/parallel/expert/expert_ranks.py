@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..instrument.inner_exchange import inner_exchange
 from .row_codec import RowCodec
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import nearest
+from ...core.vocabulary.text import nearest
 from ..changed_class import features_of, is_transposed, plain_class_of
 
 DOWN, UP = "adapter_down", "adapter_up"

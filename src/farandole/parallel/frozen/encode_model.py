@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.host.heap import trim_heap
+from ...core.host.process_status import trim_heap
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ..changed_class import is_transposed, plain_class_of
 from ..model import Strategy
 from .frozen_weight import FORMS, FrozenWeight, as_parameter

@@ -21,7 +21,7 @@ import torch
 
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import CHECKPOINT, Phase
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 
 _MOST_FILES = 16
 """That are looked at: a script that writes one file on two ranks does so with its first."""

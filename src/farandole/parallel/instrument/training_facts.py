@@ -41,9 +41,9 @@ from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.events import BucketTimes, Setup, SetupValue
-from ...core.vocabulary.rank_lists import write_numbers
 from ...core.vocabulary.run_files import hide_secrets
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_numbers
 from ..model import Strategy
 
 # The buckets of a stock DistributedDataParallel, timed by a hook that does what it does without one.

@@ -37,11 +37,11 @@ from torch.utils.hooks import RemovableHandle
 from ...comm.gradients.parameters import rows_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.host.heap import give_back_freed_memory, trim_heap
+from ...core.host.process_status import give_back_freed_memory, trim_heap
 from ...core.step_model.bucket_plan import STATE_CHUNK_BYTES
 from ...core.vocabulary.errors import ConfigError, PlanError
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import name_ranks
 from ..model import Strategy
 
 # A file without a name in a directory on disk, mapped into memory: what its pages hold need not stay in

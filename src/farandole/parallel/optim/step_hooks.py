@@ -43,7 +43,7 @@ from ...comm.world.comm_errors import translate_error
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
 from ..precision.loss_scale import DynamicLossScale
 from .sync_policy import SyncPolicy

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...core.schedule.actions import bubble_seconds
 from ...core.schedule.build import build_schedule
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ..model import DistributedModel, Strategy
 from .layout import require_count, require_names
 from .messages import PipelinePeers, make_lines, needs_lines

@@ -25,8 +25,8 @@ from ...core.schedule.actions import Schedule
 from ...core.schedule.build import LayerCost
 from ...core.schedule.simulate import in_flight
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from .layout import (
     balance,
     find_cuts,

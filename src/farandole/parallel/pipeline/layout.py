@@ -13,7 +13,7 @@ from torch import nn
 from ...comm.device.accelerator import synchronize
 from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from ..blocks import repeated_blocks
 from ..frozen.encode_model import stored_tensors
 from .program import Program, Segment, cut_program, run_segment

@@ -35,8 +35,8 @@ from ...comm.world.world import refused_by_all
 from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
 from ...core.schedule.simulate import BatchesInARow, Rows
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ..precision.passes import shared_casts
 from .cut_model import REMEDIES
 from .messages import PeerAgreement, PipelinePeers, StageMailbox, StageMessage

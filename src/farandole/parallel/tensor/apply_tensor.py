@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...core.vocabulary.errors import PlanError
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ..mesh import Mesh
 from ..model import Strategy
 from ..split import split_of

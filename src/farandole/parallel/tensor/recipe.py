@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.suggestions import nearest
+from ...core.vocabulary.text import nearest
 from ..blocks import repeated_blocks
 from ..changed_class import features_of, is_transposed, plain_class_of, require_changeable
 from ..frozen.adapters import DOWN

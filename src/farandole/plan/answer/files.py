@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -11,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...core.cluster.cluster import Cluster
+from ...core.cluster.cluster_file import read_cluster, write_cluster
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.suggestions import did_you_mean, upgrade_remedy
-from ..search.in_words import in_words
+from ...core.vocabulary.text import did_you_mean, upgrade_remedy
+from ..model.profile import ModelProfile
+from ..model.profile_file import read_profile, write_profile
+from ..search.reasons import in_words
 from ..search.result import PlanAnswer
 
 # What a plan was made from, beside its file: the cluster and the model's profile, for `farandole simulate`.
@@ -203,3 +208,38 @@ def _scalar(kind: Any, value: Any, path: str) -> Any:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+# What a plan was made from, beside its file: the cluster and the model's profile, for `farandole simulate`.
+
+
+def cluster_path(plan_path: Path) -> Path:
+    """Return where the cluster of a plan file is: ``plan.cluster.toml`` beside ``plan.toml``."""
+    return plan_path.with_name(f"{plan_path.stem}.cluster.toml")
+
+
+def profile_path(plan_path: Path) -> Path:
+    """Return where the profile of a plan file's model is: ``plan.profile.json`` beside ``plan.toml``."""
+    return plan_path.with_name(f"{plan_path.stem}.profile.json")
+
+
+def write_inputs(profile: ModelProfile, cluster: Cluster, plan_path: Path) -> None:
+    """Write both beside a plan file. A cluster that no file can hold is left out.
+
+    Raises:
+        ConfigError: the profile cannot be written.
+    """
+    write_profile(profile, profile_path(plan_path))
+    with contextlib.suppress(ConfigError):  # made by hand, with figures that a file may not have
+        write_cluster(cluster, cluster_path(plan_path))
+
+
+def read_inputs(plan_path: Path) -> tuple[ModelProfile, Cluster]:
+    """Return what a plan was made from. Raises `ConfigError` if a file is missing or cannot be used."""
+    for path in (profile_path(plan_path), cluster_path(plan_path)):
+        if not path.is_file():
+            raise ConfigError(
+                f"{plan_path}: there is no {path.name} beside it",
+                remedy="make the plan with: farandole plan --out",
+            )
+    return read_profile(profile_path(plan_path)), read_cluster(cluster_path(plan_path))

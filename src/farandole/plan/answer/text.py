@@ -15,13 +15,11 @@ from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, 
 from ..candidate import Candidate
 from ..cost.held import memory_of_candidate
 from ..memory import PRECISIONS, STAGES, MemoryByCategory, Setting
-from ..memory_advice import MOST_RANKS, Choice
+from ..memory_page import MOST_RANKS, Choice
 from ..model.division import nearest_degree, of_experts, of_sequences, of_shards, of_stages, of_tensor
 from ..model.profile import ModelProfile
-from ..search.in_words import in_words
-from ..search.reasons import CATEGORIES, WORDS
-from ..search.request import FEWER_RANKS
-from ..search.result import PlanAnswer, PlanFamily, PredictedPlan, WhatIf
+from ..search.reasons import CATEGORIES, WORDS, in_words
+from ..search.result import FEWER_RANKS, PlanAnswer, PlanFamily, PredictedPlan, WhatIf
 from ..search.space import SearchLayout
 
 # The memory of ``farandole estimate`` where degrees divide the model: the planner's, of one setting at a time.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from .profile import ModelProfile
 
 FORMAT = "farandole model profile"

@@ -32,8 +32,7 @@ from ..cost.stages import simulated_micro_batches
 from ..model.profile import ModelProfile
 from .bounds import Bounds, Floor
 from .refine import refined
-from .request import SearchRequest
-from .result import PredictedPlan
+from .result import PredictedPlan, SearchRequest
 from .space import TUNED, SearchLayout, Space, neighbours, settings_of
 
 Predictor = Callable[[ModelProfile, Cluster, Candidate], Prediction]

@@ -30,8 +30,7 @@ from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
 from ..model import division
 from ..model.profile import ModelProfile
-from .request import FEWER_RANKS, PRECISIONS, SearchRequest
-from .result import ranks_per_host
+from .result import FEWER_RANKS, PRECISIONS, SearchRequest, ranks_per_host
 
 # The keys that tune a layout without changing what a rank holds: buckets, codecs, routes.
 

@@ -14,7 +14,7 @@ from ...checkpoint.encoding import decode
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from .table import JobTables, RowTable
 
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from .store import RowStore, initial_rows
 
 # The optimizers of rows: what a server does to the rows that a push has gradients of, and to no other.

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ...core.vocabulary.errors import CommError, LaunchError, PeerLost, Stalled
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...core.wire.framing import FrameError
 from .channel import (
     QUESTION_BYTES,

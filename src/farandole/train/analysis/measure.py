@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 from ...comm.device.accelerator import synchronize
 from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bytes
 from ...plan.model.profile import ModelProfile, ModelUnit, UnitTimes
 from ..memory.alike import foldable, skipped

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from ...checkpoint.directory import read_manifest_bytes, saved_steps, step_directory
+from ...checkpoint.listing import last_good_step, verify_checkpoint
 from ...checkpoint.manifest import NAME, Manifest, parse_manifest
-from ...checkpoint.verify import last_good_step, verify_checkpoint
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks, write_notice
 
 _Result = TypeVar("_Result")
 

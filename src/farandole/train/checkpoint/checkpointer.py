@@ -16,7 +16,7 @@ from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError, ConfigError
 from ...core.vocabulary.events import CHECKPOINT, SETUP_CHECKPOINT_ALARM, Phase, Setup
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 from .. import preemption
 from .agreement import find_good_step
 from .loader import load_training

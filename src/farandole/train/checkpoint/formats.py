@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from ...checkpoint.directory import (
     FILE_MODE,
+    DirectoryLock,
     commit_manifest,
     make_step_directory,
     read_manifest,
@@ -38,8 +39,7 @@ from ...checkpoint.directory import (
     sync_directory,
 )
 from ...checkpoint.encoding import decode, encode
-from ...checkpoint.lock import DirectoryLock
-from ...checkpoint.safetensors_file import find_tensors, read_bytes
+from ...checkpoint.export import find_tensors, read_bytes
 from ...checkpoint.shard_file import digest, lay_out
 from ...comm.messages import bytes_of
 from ...core.vocabulary.errors import CheckpointError

@@ -24,12 +24,11 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...checkpoint.dtypes import ITEM_BYTES
-from ...checkpoint.shard_file import Piece, digest, lay_out
+from ...checkpoint.shard_file import ITEM_BYTES, Piece, digest, lay_out
 from ...checkpoint.writer.client import Writer
 from ...comm.device.accelerator import is_in_use
 from ...comm.world.world import World
-from ...core.host.written_pages import PAGE_BYTES, PageWatch, PrivateMemory
+from ...core.host.process_status import PAGE_BYTES, PageWatch, PrivateMemory
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.split import Split, boxes_here
 from .optimizers import Item

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...checkpoint.dtypes import tensor_bytes
+from ...checkpoint.shard_file import tensor_bytes
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.split import Split, boxes_here, split_of
 from .agreement import named

@@ -27,10 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.direct_read import read_and_hash
-from ...checkpoint.dtypes import ITEM_BYTES, tensor_bytes
+from ...checkpoint.listing import damaged_piece, require_file, require_header
 from ...checkpoint.manifest import Manifest, PieceEntry
-from ...checkpoint.verify import damaged_piece, require_file, require_header
+from ...checkpoint.shard_file import ITEM_BYTES, read_and_hash, tensor_bytes
 from ...checkpoint.writer.client import Writer
 from ...comm.host_memory.memory import Peer, Unavailable, aligned, find_peers
 from ...comm.world.store_sync import all_gather_json

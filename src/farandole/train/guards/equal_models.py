@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 from ...comm.messages import bytes_of
 from ...comm.world.session import NEVER
 from ...comm.world.world import World
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks, write_notice
 from ...parallel.instrument.phase_hooks import observe_passes
 from ...parallel.model import DistributedModel
 from ...parallel.split import split_of

@@ -49,8 +49,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.errors import Mismatch
-from ...core.vocabulary.notice import write_notice
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks, write_notice
 from ...parallel.instrument.phase_hooks import observe_passes
 
 # Says when ranks train on the same samples, which is never meant: a loader that was not divided.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...comm.world.world import World
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 
 _WRAPPERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
 _HOROVOD = "farandole.horovod.common.basics"

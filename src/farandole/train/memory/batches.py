@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from .user_code import errors_of_user
 
 # Batches as shapes on a command line: ``8,128:int64``.

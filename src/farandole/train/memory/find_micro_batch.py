@@ -21,7 +21,7 @@ from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.units import format_seconds
-from ...launch.doctor.machine import read_memory
+from ...launch.doctor.facts import read_memory
 from ...plan.memory import PRECISIONS, RECOMPUTE
 from ...plan.memory_page import MicroBatchRequest
 from .batches import read_shape

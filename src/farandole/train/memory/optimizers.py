@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 from ...plan.memory import OptimizerFacts
 from .fake_pass import LiveStorages
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ...core.vocabulary.errors import ConfigError, FarandoleError
-from ...core.vocabulary.suggestions import did_you_mean
+from ...core.vocabulary.text import did_you_mean
 
 _OWN = str(Path(__file__).parents[2])
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

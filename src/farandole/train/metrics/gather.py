@@ -28,7 +28,7 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json, require_equal
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError, Mismatch
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ..data.position import EpochRows, LatestLoop
 
 # A nest of containers taken apart into its leaves, and put together again from others.

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.notice import write_notice
+from ...core.vocabulary.text import write_notice
 
 _PACKAGES = {"tensorboard": ("tensorboard",), "wandb": ("wandb",), "mlflow": ("mlflow",)}
 _INSTALL = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow-skinny"}

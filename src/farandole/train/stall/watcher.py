@@ -21,8 +21,8 @@ from pathlib import Path
 from ...comm.world.world import World
 from ...core.failures import Judgement, Position, describe, judge, remedy
 from ...core.host.stacks import StackWriter
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.run_files import STACKS, STALL, position_path, write_private
+from ...core.vocabulary.text import write_notice
 from .neighbours import Neighbours
 from .sampler import Sampler
 

@@ -27,17 +27,17 @@ from ...comm.autotune.look import Look
 from ...comm.device.accelerator import memory_of
 from ...comm.world.store_sync import all_gather_json, decide_on_first
 from ...comm.world.world import World
+from ...core.environ.env import TuneSettings
 from ...core.environ.job_plan import resolve_plan
-from ...core.environ.tune_settings import TuneSettings
 from ...core.step_model.bucket_plan import BucketPlan, ExchangeKeys
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
-from ...core.vocabulary.notice import write_notice
 from ...core.vocabulary.spec import Plan
+from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bytes, format_seconds
-from ...launch.doctor.machine import read_memory
+from ...launch.doctor.facts import read_memory
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
 from .block import slowest

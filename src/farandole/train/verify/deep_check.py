@@ -22,7 +22,7 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import AUTO
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ...parallel.data.batch_norm import is_synchronised, local_layers
 from ...parallel.instrument.phase_hooks import observe_passes
 from ...parallel.model import DistributedModel

@@ -22,7 +22,7 @@ from ...comm.batch_weight import tensors_in
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 from .. import chunked_cross_entropy
 from ..data.loader_watch import samples_of

@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from ...comm.batch_weight import tensors_in
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.vocabulary.rank_lists import name_ranks
 from ...core.vocabulary.run_files import VERIFY, write_private
+from ...core.vocabulary.text import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 from ...parallel.model import DistributedModel
 from ..data.loader_watch import samples_of

@@ -24,7 +24,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, world
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES
 from ...core.vocabulary.errors import ConfigError, VerificationFailed
-from ...core.vocabulary.rank_lists import name_ranks
+from ...core.vocabulary.text import name_ranks
 from ...parallel.data.batch_norm import local_layers
 from ...parallel.model import DistributedModel
 from ...parallel.split import split_of

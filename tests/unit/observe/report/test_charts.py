@@ -11,9 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.observe.report.charts.frame import Label, apart, frame, overlap, share_bar
-from farandole.observe.report.charts.scale import Scale, limit, tick_texts, ticks, whole_ticks
-from farandole.observe.report.charts.series import Axes, Line, binned, line_chart, stacked_area
+from farandole.observe.report.charts.frame import (
+    Axes,
+    Label,
+    Line,
+    Scale,
+    apart,
+    binned,
+    frame,
+    limit,
+    line_chart,
+    overlap,
+    share_bar,
+    stacked_area,
+    tick_texts,
+    ticks,
+    whole_ticks,
+)
 from farandole.observe.report.sections.late import heat_map, warm
 from farandole.observe.report.sections.timeline import GanttSpan, Row, gantt
 

@@ -18,12 +18,9 @@ from farandole.plan.answer.files import read_answer, read_why, to_mapping, why_p
 from farandole.plan.answer.page import render, write_page
 from farandole.plan.answer.text import to_text
 from farandole.plan.candidate import Candidate
-from farandole.plan.search.decide import search
-from farandole.plan.search.in_words import in_words
-from farandole.plan.search.measured import to_try, with_trials
-from farandole.plan.search.reasons import why_slower
-from farandole.plan.search.request import Goal, SearchRequest
-from farandole.plan.search.result import PlanAnswer
+from farandole.plan.search.decide import search, to_try, with_trials
+from farandole.plan.search.reasons import in_words, why_slower
+from farandole.plan.search.result import Goal, PlanAnswer, SearchRequest
 from tests.unit.plan.search.models import make_cluster, make_profile, predict_plainly
 
 

@@ -26,8 +26,7 @@ from farandole.plan.model.profile_file import write_profile
 from farandole.plan.search.bounds import Bounds
 from farandole.plan.search.decide import search
 from farandole.plan.search.refine import refined
-from farandole.plan.search.request import Goal, SearchRequest, parse_fixed
-from farandole.plan.search.result import PredictedPlan
+from farandole.plan.search.result import Goal, PredictedPlan, SearchRequest, parse_fixed
 from farandole.plan.search.search import NEAR, Predictor, SearchQuestion, find, kinds_of, score
 from farandole.plan.search.space import Space, settings_of
 
@@ -455,7 +454,7 @@ import sys, time
 from farandole.core.cluster.presets import preset_cluster
 from farandole.plan.model.profile_file import read_profile
 from farandole.plan.search.decide import search
-from farandole.plan.search.request import SearchRequest
+from farandole.plan.search.result import SearchRequest
 begin = time.process_time()
 request = SearchRequest(4096, 8192, precisions=("fp32", "bf16"))
 answer = search(read_profile(sys.argv[1]), preset_cluster("dgx-h100", 4096), request)

@@ -22,9 +22,8 @@ from farandole.plan.cost.stages import short_schedule
 from farandole.plan.model.profile import ModelProfile
 from farandole.plan.search.bounds import Bounds, Room, kept_at_ends
 from farandole.plan.search.decide import search
-from farandole.plan.search.in_words import in_words
-from farandole.plan.search.request import Goal, SearchRequest
-from farandole.plan.search.result import PredictedPlan
+from farandole.plan.search.reasons import in_words
+from farandole.plan.search.result import Goal, PredictedPlan, SearchRequest
 from farandole.plan.search.search import NEAR, SearchQuestion, best_of_each, find
 from farandole.plan.search.space import SearchLayout, Space
 

@@ -12,13 +12,11 @@ from ....bench.measure.machine import machine_facts
 from ....bench.step.contender_names import MODELS, PRECISIONS
 from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.spec import Plan
-from ....core.vocabulary.suggestions import did_you_mean
+from ....core.vocabulary.text import did_you_mean, write_notice
 from ....core.vocabulary.units import parse_bits_per_second, parse_bytes
 from ...main import Parser, parser
-from ...options.emulation_options import add_congestion_control
-from ...options.job_options import add_plan_options
+from ...options.job_options import add_congestion_control, add_plan_options
 from .scaling import make_scaling_parser, run_scaling
 
 if TYPE_CHECKING:

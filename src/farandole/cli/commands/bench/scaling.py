@@ -8,7 +8,7 @@ import json
 from ....bench.scaling.scaling import MODES, WEAK, ScalingPlans, make_cases, read_changes, read_sizes
 from ....core.environ.job_plan import read_plan
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ....launch.job.hosts import parse_hosts
 from ....launch.job.placement import assign_ranks
 from ....launch.start.request import read_command

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ...main import parser
 
 FORMATS = ("chrome", "tensorboard", "prometheus", "openmetrics")

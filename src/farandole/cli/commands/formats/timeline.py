@@ -31,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     options = make_parser().parse_args(arguments)
-    from ....observe.export.merge_timelines import merge_timelines
+    from ....observe.export.operation_timeline import merge_timelines
 
     count = merge_timelines(options.files, options.output)
     if options.json:

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ....core.cluster.cluster import with_ranks
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
-from ....plan.answer.files import read_answer, to_json, why_path
-from ....plan.answer.inputs import read_inputs
+from ....core.vocabulary.text import write_notice
+from ....plan.answer.files import read_answer, read_inputs, to_json, why_path
 from ....plan.answer.page import write_page
 from ....plan.answer.text import to_text
 from ....plan.search.result import PlanAnswer
@@ -76,8 +75,8 @@ def _batch_size(answer: PlanAnswer, path: Path, options: argparse.Namespace) -> 
     """Print which batch the links ask for with the plan that was chosen."""
     if answer.best is None:
         raise ConfigError(f"{path}: there is no plan in it whose batch could grow")
-    from ....plan.batch_size.from_plan import advise_plan
-    from ....plan.batch_size.text import to_text as batch_text
+    from ....plan.batch_advice import advise_plan
+    from ....plan.batch_advice import to_text as batch_text
     from ....plan.search.result import with_limit
 
     profile, measured = read_inputs(path)

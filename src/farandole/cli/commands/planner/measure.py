@@ -9,12 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ....core.cluster.cluster import Cluster
+from ....core.cluster.cluster import Cluster, compare_clusters
 from ....core.cluster.cluster_file import read_cluster, write_cluster
-from ....core.cluster.compare import compare_clusters
 from ....core.cluster.presets import preset_cluster
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ...main import parser
 from ...options.cluster_options import add_cluster_options
 from ...options.output_file import check_output
@@ -108,7 +107,7 @@ def _check_out(options: argparse.Namespace) -> Path:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> Cluster:
-    from ....bench.cluster.measure import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
+    from ....bench.cluster.page import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
     from ....bench.cluster.rounds import LEAST_SECONDS
 
     seconds = DEFAULT_SECONDS if options.seconds is None else options.seconds

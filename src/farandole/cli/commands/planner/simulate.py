@@ -11,14 +11,14 @@ from ....core.cluster.cluster import Cluster
 from ....core.cluster.presets import find_cluster
 from ....core.vocabulary.config import parse_settings
 from ....core.vocabulary.errors import ConfigError, PlanError
-from ....core.vocabulary.notice import write_notice
 from ....core.vocabulary.run_files import write_private
 from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.text import write_notice
 from ....core.vocabulary.units import parse_bytes, parse_seconds, read_option
-from ....plan.answer.inputs import cluster_path, profile_path
+from ....plan.answer.files import cluster_path, profile_path
 from ....plan.model.profile import ModelProfile
 from ....plan.model.profile_file import read_profile
-from ....plan.scale.scaling import (
+from ....plan.scaling import (
     MODES,
     RESTART_SECONDS,
     SAVE_SECONDS,
@@ -100,9 +100,8 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code: 0 done, 2 bad usage or input."""
     options = make_parser().parse_args(arguments)
     from ....plan.cost.predict import predict
-    from ....plan.scale.drawing import to_html
-    from ....plan.scale.page import to_mapping, to_text
-    from ....plan.scale.scaling import simulate_scale
+    from ....plan.scaling import simulate_scale
+    from ....plan.scaling_page import to_html, to_mapping, to_text
 
     plan, cluster, profile, sizes = _read(options)
     request = _request(options, plan, profile, sizes)
@@ -150,7 +149,7 @@ def _beside(options: argparse.Namespace, name: str) -> str:
 def _request(
     options: argparse.Namespace, plan: Plan, profile: ModelProfile, sizes: tuple[int, ...]
 ) -> ScaleRequest:
-    from ....plan.scale.scaling import usual_batch
+    from ....plan.scaling import usual_batch
 
     if options.global_batch < 0:
         raise ConfigError(f"--global-batch {options.global_batch}: expected at least 1 sample")

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ....core.environ.env import BACKEND, TUNE
+from ....core.environ.env import BACKEND, SETTINGS, TUNE, TuneSettings
 from ....core.environ.job_plan import read_plan
-from ....core.environ.tune_settings import SETTINGS, TuneSettings
 from ....core.vocabulary.codec_spec import AUTO
 from ....core.vocabulary.errors import ConfigError, PlanError
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ....launch.start.placing import place_job
 from ....launch.start.start import start_job
 from ...main import parser
@@ -118,8 +117,7 @@ def _refuse_plan(options: argparse.Namespace) -> None:
 
 
 def _print(options: argparse.Namespace, exit_code: int, directory: Path) -> None:
-    from ....observe.figures.summary import summarise, write_summary
-    from ....observe.figures.tuning import read_tuning, tuning_page
+    from ....observe.figures.summary import read_tuning, summarise, tuning_page, write_summary
     from ....observe.read.run_reader import read_facts
 
     found, summary = read_tuning(directory), summarise(directory)

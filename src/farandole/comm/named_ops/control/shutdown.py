@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from ....core.vocabulary.errors import CommError, FarandoleError, PeerLost, Stalled
-from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.text import name_ranks
 from ..channel import ControlChannel, Frame, PeerConnection
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import MatchSlot

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ....core.environ.env import is_verbose
 from ....core.vocabulary.codec_spec import NONE, CodecSpec
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ....core.vocabulary.units import format_bits_per_second, format_seconds
 from ...autotune.choice import FALLBACK
 from ...autotune.given_buckets import GivenBucket, MeasuredChoice, choose_for_buckets

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.text import name_ranks
 from ...codecs.registry import make_codec
 from ..data.reductions import refuse_reduction
 from ..operations import DTYPE_NAMES, Request, Signature

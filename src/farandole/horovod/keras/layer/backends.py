@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ....core.environ.env import set_variables
-from ....core.vocabulary.suggestions import install_command
+from ....core.vocabulary.text import install_command
 from ...exchange.settings import GradientSettings
 from ...exchange.step_watch import tell
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ...common.running import find_running
 from ..variables import is_legacy
 from .backends import is_distributed

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ....comm.native.build import Recipe, Unusable, load
 from ....core.environ.env import native_loops_are_wanted
-from ....core.host.packages import CPP
+from ....core.host.installed import CPP
 from ..installed import tf
 
 _FRAMEWORK = "libtensorflow_framework.so.2"

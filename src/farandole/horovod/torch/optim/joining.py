@@ -31,7 +31,7 @@ from ....comm.world.comm_errors import translated
 from ....comm.world.store_sync import all_gather_json
 from ....comm.world.world import World, world
 from ....core.vocabulary.errors import CommError, Mismatch, Stalled
-from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.text import name_ranks
 
 _LONGEST_NAP_SECONDS = 0.02
 _JOINS = "join gradients"

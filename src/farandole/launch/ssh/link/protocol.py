@@ -38,7 +38,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ....core.host.commit import head_commit
+from ....core.host.installed import head_commit
 from ....core.vocabulary.run_files import Crash
 from ....version import VERSION
 from ...job.contract import JobSpec, RankSpec

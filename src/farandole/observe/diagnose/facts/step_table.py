@@ -32,12 +32,20 @@ from ....core.vocabulary.events import (
     STEP_PHASES,
     UNDIVIDED,
 )
-from ....core.vocabulary.rank_lists import name_ranks, parse_numbers
 from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.text import name_ranks, parse_numbers
 from ...figures.figures import mean
 from ...figures.inexact import common_steps, counted_steps, sees_exchanges, sync_of, warm_up
-from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST, least_inner, parts_of, rows_of
-from ...figures.waits import Wait, split_waits, waits_of
+from ...figures.step_parts import (
+    COMPUTE,
+    COMPUTE_AND_REST,
+    Wait,
+    least_inner,
+    parts_of,
+    rows_of,
+    split_waits,
+    waits_of,
+)
 from ...format.rows import StepRow
 from ...read.clock import are_comparable
 from ...read.run_reader import RunRecords

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import replace
 
-from ....core.host.congestion import PACED, USUAL
+from ....core.host.open_sockets import PACED, USUAL
 from ....core.step_model.link import ring_bytes
 from ....core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ....core.vocabulary.events import (
@@ -22,9 +22,9 @@ from ....core.vocabulary.events import (
     SETUP_WEIGHT_CODEC,
     SETUP_ZERO,
 )
-from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.rules import MOST_ZERO
 from ....core.vocabulary.sync_spec import EVERY_STEP
+from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ...figures.inexact import codec_of, few_meetings, is_late, sync_of
@@ -33,8 +33,7 @@ from ..facts.proposals import command_with
 from ..facts.step_table import StepTable, accumulated, bucket_bytes_of, less_often, optimizer_steps_of, route_of
 from .codec_fixes import CodecCosts, codec_fixes
 from .disjoint import scaled_to
-from .network import LinkObservation, network_of
-from .slow_link import find_slow_link, link_line
+from .network import LinkObservation, find_slow_link, link_line, network_of
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 _LEAST_CODED_BYTES = 2**20

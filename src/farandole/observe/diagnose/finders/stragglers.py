@@ -30,9 +30,9 @@ from ....core.vocabulary.events import (
     UNDIVIDED,
     SetupValue,
 )
-from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.rules import MOST_ZERO, allows
 from ....core.vocabulary.spec import Plan
+from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
 from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost, stands_out

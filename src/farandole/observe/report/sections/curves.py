@@ -10,7 +10,7 @@ from markupsafe import Markup
 from ...figures.summary import weighted_loss
 from ...format.rows import StepRow, ThinnedRow
 from ...read.timeline_reader import RankTimeline
-from ..charts.series import Axes, Line, Point, line_chart
+from ..charts.frame import Axes, Line, Point, line_chart
 from ..content import Block, Chart, Charts, Run, Section, number_of
 
 BINS = 100

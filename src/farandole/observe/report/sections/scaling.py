@@ -14,7 +14,7 @@ from ....core.vocabulary.run_files import RUN, SUMMARY
 from ...figures.figures import amdahl, fit_amdahl
 from ...figures.summary import describe_efficiency
 from ...read.run_reader import read_facts
-from ..charts.series import Axes, Line, line_chart
+from ..charts.frame import Axes, Line, line_chart
 from ..content import Block, Chart, Code, Run, Section, Table, Text, number, percent
 
 AHEAD = 8

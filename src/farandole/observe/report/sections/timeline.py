@@ -10,10 +10,9 @@ from markupsafe import Markup
 from ....core.vocabulary.events import EXCHANGE, STEP_PHASES, Phase
 from ....core.vocabulary.units import format_seconds
 from ...figures.figures import median
-from ...figures.waits import WireTime, waits_of, wires_of
+from ...figures.step_parts import WireTime, waits_of, wires_of
 from ...format.rows import StepRow
-from ..charts.frame import WIDTH, Label, apart, frame, number, shape
-from ..charts.scale import tick_texts, ticks
+from ..charts.frame import WIDTH, Label, apart, frame, number, shape, tick_texts, ticks
 from ..content import Block as PageBlock
 from ..content import Chart, Run, Section, seconds
 

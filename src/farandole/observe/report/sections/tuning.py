@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...figures.tuning import describe_setting, read_tuning, trial_rows, verdict_of
+from ...figures.summary import describe_setting, read_tuning, trial_rows, verdict_of
 from ..content import Pairs, Run, Section, Table, Text
 
 _HEAD = ("after step", "tried", "gain, 95 % interval", "verdict")

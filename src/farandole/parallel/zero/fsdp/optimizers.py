@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.notice import write_notice
+from ....core.vocabulary.text import write_notice
 from ...optim.elementwise import why_not_sharded
 from ...optim.step_hooks import is_nested_step, undo_after_errors
 

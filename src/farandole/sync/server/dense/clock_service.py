@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ....core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
-from ....core.vocabulary.rank_lists import name_ranks
+from ....core.vocabulary.text import name_ranks
 from ..channel import ServerMessage
 
 # Who is at which step, which pushes are applied in which order, and who may go on. Pure: no tensor, no socket.

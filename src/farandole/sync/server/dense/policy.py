@@ -23,11 +23,10 @@ from ....comm.gradients.grad_ownership import GradsAside
 from ....comm.world.world import World
 from ....core.environ.env import read_run_settings
 from ....core.vocabulary.errors import ConfigError, PeerLost
-from ....core.vocabulary.notice import write_notice
-from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.run_files import mark_dispensable
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.sync_spec import SyncSpec
+from ....core.vocabulary.text import name_ranks, write_notice
 from ...local_steps import refuse_step
 from .clock_service import DRAIN
 from .refuse import refuse_model

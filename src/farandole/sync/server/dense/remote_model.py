@@ -14,9 +14,8 @@ from torch.optim import Optimizer
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.events import Exchange
-from ....core.vocabulary.notice import write_notice
-from ....core.vocabulary.rank_lists import name_ranks
 from ....core.vocabulary.sync_spec import SyncSpec
+from ....core.vocabulary.text import name_ranks, write_notice
 from ..channel import ServerMessage
 from ..client import wait_for
 from . import clock_service, shard

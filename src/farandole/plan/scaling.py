@@ -23,14 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from ...core.cluster.cluster import Cluster, Coefficient, with_ranks
-from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
-from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
-from ...core.vocabulary.rules import check
-from ...core.vocabulary.spec import Plan
-from ...core.vocabulary.units import format_seconds, parse_seconds, read_option
-from ..candidate import Candidate, Prediction, Term
-from ..model.profile import ModelProfile
+from ..core.cluster.cluster import Cluster, Coefficient, with_ranks
+from ..core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
+from ..core.vocabulary.errors import ConfigError, FarandoleError, PlanError
+from ..core.vocabulary.rules import check
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.units import format_seconds, parse_seconds, read_option
+from .candidate import Candidate, Prediction, Term
+from .model.profile import ModelProfile
 
 # What to predict: sizes, slow ranks, failures, loading; and how a command line says it.
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import shutil
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..environ.env import read_command_path
 
@@ -45,3 +47,32 @@ def installed_tensorflow() -> dict[str, str]:
     """Return the versions of TensorFlow that are installed, by the name of the distribution."""
     versions = {name: package_version(name) for name in TENSORFLOW_DISTRIBUTIONS}
     return {name: version for name, version in versions.items() if version}
+
+
+# The commit of the working directory: in the records of a run, in measurements, and compared between hosts.
+
+
+_SECONDS = 2.0
+
+
+def working_directory_commit() -> str | None:
+    """Return the commit of the working directory, with a + when tracked files differ from it; None outside git."""
+    commit = head_commit()
+    # Without locks: killed at its time limit, it would leave one that stops every later commit.
+    changed = commit and _git("--no-optional-locks", "status", "--porcelain", "--untracked-files=no")
+    return None if changed is None else f"{commit}{'+' if changed else ''}"
+
+
+def head_commit() -> str | None:
+    """Return the commit alone, which takes no look at the files; None outside git."""
+    if not any((parent / ".git").exists() for parent in (Path.cwd(), *Path.cwd().parents)):
+        return None
+    return _git("rev-parse", "HEAD")
+
+
+def _git(*words: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, timeout=_SECONDS, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,1 +1,0 @@
-"""A plan on more ranks than there are: the cost model over sizes, and what failures cost."""
