@@ -86,7 +86,7 @@ def test_what_a_flag_tells_the_ranks(words: str) -> None:
 
 RANK = """
 import dataclasses, json, os
-from farandole.core.environ.env import read_horovod_variables
+from farandole.core.environ.job_plan import read_horovod_variables
 from farandole.core.environ.job_plan import plan_with_requests
 read = read_horovod_variables()
 print(json.dumps([dict(os.environ), dataclasses.asdict(read), plan_with_requests(read.plan).plan.to_mapping()]))
