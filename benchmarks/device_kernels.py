@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from farandole.comm.codecs.codec import FeedbackState
 from farandole.comm.codecs.device_quantize import device_quantize
-from farandole.comm.codecs.error_feedback import FeedbackState
 from farandole.comm.codecs.native_quantize import Eager, eager_exchange
 from farandole.comm.codecs.quantize import piece_elements
 from farandole.comm.codecs.registry import require_packer

@@ -20,9 +20,8 @@ import torch.distributed as dist
 
 import farandole as fd
 import farandole.backend
-from farandole.parallel.expert.expert_ranks import ExpertRanks
+from farandole.parallel.expert.expert_ranks import ROW_CODECS, ExpertRanks
 from farandole.parallel.expert.layer import MixtureOfExperts
-from farandole.parallel.expert.row_codec import ROW_CODECS
 from models import step_of
 from shared import link_seconds, median_ms, read_options, report, slowest_in_turns
 

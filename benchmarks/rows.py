@@ -21,8 +21,8 @@ import torch
 import farandole as fd
 from farandole.sync.rows import tables
 from farandole.sync.rows.links import LocalShards, RowServers, ServerShards
-from farandole.sync.rows.requests import RowMessages
 from farandole.sync.rows.store import key_of
+from farandole.sync.rows.table import RowMessages
 from farandole.sync.server.client import ServerClient
 from farandole.sync.server.dense.connect import ServerConnections
 from farandole.sync.server.loop import Limits

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from farandole.comm.native import build
-from farandole.comm.native.kernels import loops
+from farandole.comm.native.build import loops
 from farandole.core.host.installed import C
 
 needs_compiler = pytest.mark.skipif(

@@ -36,14 +36,20 @@ if _typing.TYPE_CHECKING:
     from .parallel.context.apply import context_gather, context_positions, context_shard
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.expert.layer import MixtureOfExperts, router_loss
-    from .parallel.frozen.adapters import low_rank_adapters
-    from .parallel.frozen.encode_model import freeze
+    from .parallel.frozen.encode_model import freeze, low_rank_adapters
     from .parallel.optim.one_bit_adam import OneBitAdam
-    from .parallel.step import drain, evaluate, step
-    from .parallel.weight import weight
+    from .parallel.step import drain, evaluate, step, weight
     from .sync.rows.copies import RowCopy
     from .sync.rows.table import RowTable
-    from .train.accumulate import accumulate
+    from .train.accumulate import (
+        accumulate,
+        barrier,
+        log,
+        main_first,
+        mean,
+        phase,
+        print,  # noqa: A004 - the field's name
+    )
     from .train.checkpoint.checkpointer import Checkpointer, load, save
     from .train.chunked_cross_entropy import chunked_cross_entropy
     from .train.data.loader import shard
@@ -52,16 +58,11 @@ if _typing.TYPE_CHECKING:
     from .train.memory.find_micro_batch import find_micro_batch
     from .train.metrics.gather import gather
     from .train.noise_scale import NoiseScale, noise_scale
-    from .train.phase import phase
     from .train.preemption import preempted
     from .train.prefetch import prefetch
-    from .train.printing import print  # noqa: A004 - the field's name
-    from .train.progress import log
     from .train.record import record
-    from .train.reduce import mean
     from .train.seed import seed
     from .train.session import init, shutdown
-    from .train.turns import barrier, main_first
     from .train.verify.verify import verify
 
 if _sys.platform in ("darwin", "win32", "cygwin"):
@@ -92,7 +93,7 @@ _HOME = {
     "Stalled": "core.vocabulary.errors",
     "VerificationFailed": "core.vocabulary.errors",
     "accumulate": "train.accumulate",
-    "barrier": "train.turns",
+    "barrier": "train.accumulate",
     "chunked_cross_entropy": "train.chunked_cross_entropy",
     "context_gather": "parallel.context.apply",
     "context_positions": "parallel.context.apply",
@@ -108,14 +109,14 @@ _HOME = {
     "shard": "train.data.loader",
     "load": "train.checkpoint.checkpointer",
     "save": "train.checkpoint.checkpointer",
-    "log": "train.progress",
-    "low_rank_adapters": "parallel.frozen.adapters",
-    "main_first": "train.turns",
-    "phase": "train.phase",
+    "log": "train.accumulate",
+    "low_rank_adapters": "parallel.frozen.encode_model",
+    "main_first": "train.accumulate",
+    "phase": "train.accumulate",
     "preempted": "train.preemption",
     "prefetch": "train.prefetch",
-    "print": "train.printing",
-    "mean": "train.reduce",
+    "print": "train.accumulate",
+    "mean": "train.accumulate",
     "NoiseScale": "train.noise_scale",
     "noise_scale": "train.noise_scale",
     "notebook": "integrations.notebook",

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer.accelerators import device_of
-from farandole.comm.reducer.options import ReducerOptions
+from farandole.comm.reducer.options import ReducerOptions, device_of
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.model import DistributedModel

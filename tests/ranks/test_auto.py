@@ -18,7 +18,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.autotune import autotuner as tuning
-from farandole.comm.autotune import look as looking
+from farandole.comm.autotune import profile as looking
 from farandole.comm.autotune.autotuner import LEAST_PAUSE_SECONDS, Autotuner
 from farandole.comm.autotune.probe import probe_link
 from farandole.comm.messages import Message

@@ -12,9 +12,8 @@ import torch.distributed as dist
 import farandole as fd
 import farandole.backend
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
-from farandole.parallel.expert.expert_ranks import ExpertRanks
+from farandole.parallel.expert.expert_ranks import ROW_CODECS, ExpertRanks
 from farandole.parallel.expert.layer import MixtureOfExperts
-from farandole.parallel.expert.row_codec import ROW_CODECS
 from tests.ranks.pool import ranks
 
 HIDDEN = 12

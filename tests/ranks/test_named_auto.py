@@ -19,8 +19,8 @@ from torch import nn
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm.autotune import given_buckets
 from farandole.comm.autotune.probe import probe_link
+from farandole.comm.named_ops.data import auto_codecs
 from farandole.comm.named_ops.data.auto_codecs import EXACT_ROUNDS
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations import Request, Ticket
@@ -51,7 +51,7 @@ def link_seen_as(bytes_per_second: float) -> Iterator[list[tuple[int, ...]]]:
         return LinkModel(bytes_per_second, 1e-6)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(given_buckets, "probe_link", told)
+        patch.setattr(auto_codecs, "probe_link", told)
         yield measured
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.transport import connect
-from farandole.comm.world import handshake
+from farandole.comm.world import connect as meeting
 from farandole.comm.world.store_sync import all_gather_json, require_same
 from farandole.comm.world.world import escape
 from farandole.core.host.open_sockets import borrowed, open_sockets
@@ -36,7 +36,7 @@ from tests.ranks.reference import data, mlp, own
 def test_two_ranks_on_one_gpu_are_refused_on_all() -> None:
     gpu = "GPU-b" if int(os.environ["FARANDOLE_RANK"]) else "GPU-a"
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(handshake, "unique_id", lambda device: gpu)
+    monkeypatch.setattr(meeting, "unique_id", lambda device: gpu)
     with pytest.raises(
         fd.ConfigError, match=r"ranks 1 and 2 are both on cpu of .*, and NCCL takes one rank a GPU"
     ) as no:

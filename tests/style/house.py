@@ -80,9 +80,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("model", "the profile of a model: its units, what they compute, keep and send"),
         ("cost", "what a step of a plan takes, holds and sends, from a profile and a cluster"),
         ("refit", "figures of a cluster corrected by what runs took"),
-        ("scale", "a plan on more ranks: the cost model over sizes, failures, goodput, how often to save"),
         ("search", "which plans there are for a model and a cluster, and which is best"),
-        ("batch_size", "the batch at which communication hides, and what the critical batch says about it"),
+        ("scaling", "a plan on more ranks: the cost model over sizes, failures, goodput, how often to save"),
+        ("scaling_page", "the same as text and as a page"),
+        ("batch_advice", "the batch at which communication hides, and what the critical batch says about it"),
         ("answer", "what the planner says: text, JSON, the plan file, and the page"),
     ],
     "checkpoint": [
@@ -125,8 +126,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("output", "output of ranks: console prefixes, log files, progress"),
         ("job", "the job and its ranks: the rank specification, hosts, placement, the run directory"),
         ("supervise", "the processes of one host: starting, watching, stopping, and naming the root cause"),
-        ("doctor/facts", "facts about hosts and links as plain values, and what a finding is"),
-        ("doctor/machine", "memory, limits, cores and GPUs of this host"),
+        ("doctor/facts", "facts about hosts and links as plain values, what a finding is; memory, cores and GPUs of this host"),
         ("doctor/this_host", "what this host says of itself"),
         ("doctor/checks", "every check as a pure function: facts in, findings out; no facts make one raise"),
         (

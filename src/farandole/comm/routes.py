@@ -27,8 +27,7 @@ from .messages import Message
 from .transport.comm_thread import CommThread
 from .transport.group_messages import exchange_by_group
 from .transport.rank_group import RankGroup
-from .transport.staged_conductor import StagedConductor, StagedTransport
-from .transport.stream_conductor import StreamConductor
+from .transport.staged_conductor import StagedConductor, StagedTransport, StreamConductor
 from .transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from .world.store_sync import all_gather_json
 from .world.world import World

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Dataset, I
 
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
-from ..train.data.loader_kind import refuse_divided
+from ..train.data.drawing import refuse_divided
 from ..train.data.partition import Part, Partition
 from ..train.data.position import LoopPlace
 from ..train.data.rank_sampler import RankBatches, drawn_by_rank_0

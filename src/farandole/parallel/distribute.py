@@ -15,12 +15,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from ..comm.codecs.eligibility import choose_codec
+from ..comm.codecs.registry import choose_codec
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.gradients.parameters import require_dense_parameters
-from ..comm.reducer.accelerators import device_of
-from ..comm.reducer.options import ReducerOptions
+from ..comm.reducer.options import ReducerOptions, device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.world import World, world
 from ..core.environ.env import read_elastic_settings
@@ -31,8 +30,7 @@ from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
 from .context.apply import ContextParallel
 from .data.balance import SharesOfBatch
-from .data.batch_norm import GlobalStatistics
-from .data.buffers import BufferSync
+from .data.batch_norm import BufferSync, GlobalStatistics
 from .data.model_changes import (
     class_of,
     compare_models,
@@ -52,7 +50,7 @@ from .optim.bf16_parameters import Bf16Parameters, widen_parameters
 from .optim.disk_states import StatesOnDisk
 from .optim.elementwise import DividedSteps
 from .optim.one_bit_adam import OneBitAdam
-from .optim.sync_policy import MakePolicy, SyncPolicy
+from .optim.step_hooks import MakePolicy, SyncPolicy
 from .optimizer_step import OptimizerSteps, RareMeetings
 from .pipeline.apply import PipelineParallel
 from .precision.passes import MixedPrecision

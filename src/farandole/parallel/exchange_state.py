@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from ..comm.device.streams import has_streams
-from ..comm.reducer.accelerators import device_of
+from ..comm.reducer.options import device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.sessions.saved_state import Entry, merge, require_entry
 from ..comm.world.world import world

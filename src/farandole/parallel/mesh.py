@@ -5,11 +5,13 @@ See [Note: order of ranks] in core/vocabulary/degrees.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from .. import backend as _registered
-from ..comm.world.part import make_part
-from ..comm.world.world import World
+from ..comm.world.store_sync import all_gather_json
+from ..comm.world.world import ProcessGroups, World, new_part_group
 from ..core.vocabulary import events
 from ..core.vocabulary.degrees import ORDER, SAME_PARAMETERS, SAME_SAMPLES, Degrees, degrees_of
 from ..core.vocabulary.rules import check
@@ -98,3 +100,48 @@ def make_mesh(here: World, plan: Plan) -> Mesh:
     if degrees not in meshes:
         meshes[degrees] = Mesh(here, degrees)
     return meshes[degrees]
+
+
+# Some ranks of a world as a world of their own: the ranks that hold the same parameters, for one.
+#
+# Whatever takes a `World` works on a part of the ranks then: the reducer with its codecs and routes, comparisons
+# through the store. Ranks are numbered anew in a part; `World.job_ranks` has the job's numbers, which errors give.
+
+
+def make_part(here: World, name: str, members: tuple[int, ...]) -> World:
+    """Return the world of `members`, this rank among them; to be called by all ranks of `here`.
+
+    Args:
+        here: the world of the job.
+        name: what the part is for; the same on all ranks.
+        members: ranks of `here`, ascending. Each rank is in one part, and gives its own.
+    """
+    hosts = all_gather_json(here, f"part {name}", here.node_rank)
+    nodes = [hosts[rank] for rank in members]
+    mine, rank = here.node_rank, members.index(here.rank)
+    different = list(dict.fromkeys(nodes))
+    groups = ProcessGroups(sockets=here.sockets, ranks=members)
+    made = World(
+        rank=rank,
+        size=len(members),
+        local_rank=nodes[:rank].count(mine),
+        local_size=nodes.count(mine),
+        node_rank=different.index(mine),
+        node_count=len(different),
+        host=here.host,
+        address=here.address,
+        device=here.device,
+        source=here.source,
+        timeout_seconds=here.timeout_seconds,
+        groups=groups,
+        session=here.session.make_part(),
+    )
+    made.session.call_on_close(made.close)
+    if len(members) == 1:
+        return made
+    assert here.store is not None, "a world of several ranks has a store"
+    groups.name = f"{here.topic(f'part {name}')}/{members[0]}/"
+    groups.store = dist.PrefixStore(groups.name, here.store)
+    wait = timedelta(seconds=here.timeout_seconds)
+    groups.default = new_part_group(here, list(members), groups.name, wait, None)
+    return made

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ..comm.world.world import World
     from .mesh import Mesh
     from .optim.bf16_parameters import RoundedSteps
-    from .optim.step_hooks import StepExchange
-    from .optim.sync_policy import MakePolicy, SyncPolicy
+    from .optim.step_hooks import MakePolicy, StepExchange, SyncPolicy
     from .pipeline.pipeline import Pipeline
     from .precision.passes import LowerPrecision
     from .seeds import PassSeeds

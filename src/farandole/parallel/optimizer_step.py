@@ -16,15 +16,14 @@ from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.world import has_world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.sync_spec import SyncSpec
-from .data.buffers import BufferSync
+from .data.batch_norm import BufferSync
 from .data.model_changes import (
     ModelGuard,
 )
 from .instrument.phase_hooks import PolicyHook, end_steps_with, watch_optimizer
 from .model import DistributedModel, Strategy
 from .optim.one_bit_adam import OneBitAdam
-from .optim.step_hooks import BeforeStep, Clipping
-from .optim.sync_policy import SyncPolicy
+from .optim.step_hooks import BeforeStep, Clipping, SyncPolicy
 from .zero.sharded_step import ShardedStep
 
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..comm.world.host_address import own_address
+from ..comm.world.rendezvous import own_address
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import escape, has_world, world
 from ..core.environ.env import ElasticSettings, read_elastic_settings

@@ -35,8 +35,7 @@ from .analysis.measure import Timing, measure_units
 from .memory.batches import Batches
 from .memory.find_micro_batch import text_of
 from .memory.user_code import load_function
-from .trials.contract import TrialsRequest
-from .trials.trials import PlanTrial, run_trials
+from .trials.trials import PlanTrial, TrialsRequest, run_trials
 
 
 # How a model is timed on this machine, so that it is timed as a rank of a cluster will run it.

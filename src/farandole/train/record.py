@@ -29,9 +29,8 @@ from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.text import write_notice
 from ..launch.start.request import vain_plan
 from ..parallel.data.model_changes import shared_with
-from ..parallel.instrument.phase_hooks import watch_model, watch_optimizer
+from ..parallel.instrument.phase_hooks import ddp_around, inner_optimizer, watch_model, watch_optimizer
 from ..parallel.instrument.training_facts import watch_buckets
-from ..parallel.instrument.wrapped import ddp_around, inner_optimizer
 from ..parallel.model import DistributedModel
 from .data.loader import ShardedLoader
 from .data.loader_watch import time_iteration, watch_loaders

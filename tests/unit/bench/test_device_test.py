@@ -38,7 +38,7 @@ from farandole.comm.codecs.packing import BFloat16, Integers
 from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.world import handshake
+from farandole.comm.world import connect
 from farandole.core.environ.env import nccl_host, share_device
 from farandole.core.vocabulary.codec_spec import NONE, OPTIONS, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
@@ -360,11 +360,11 @@ def test_norms_of_all_lengths_are_compared(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_ranks_of_one_gpu_are_refused_but_for_names_of_hosts_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "unique_id", lambda _: "GPU-1")
+    monkeypatch.setattr(connect, "unique_id", lambda _: "GPU-1")
     seen = []
     for host in ("", "", "b"):
         monkeypatch.setenv("NCCL_HOSTID", host)
-        seen.append({"gpu": handshake._taken_gpu(CPU), "place": "cuda:0 of a"})
-    handshake._refuse_shared_gpus(seen[1:])
+        seen.append({"gpu": connect._taken_gpu(CPU), "place": "cuda:0 of a"})
+    connect._refuse_shared_gpus(seen[1:])
     with pytest.raises(ConfigError, match="ranks 0 and 1 are both on cuda:0 of a"):
-        handshake._refuse_shared_gpus(seen)
+        connect._refuse_shared_gpus(seen)

@@ -22,15 +22,14 @@ from torch import nn
 
 from farandole.comm.buckets import bucket as dense_bucket
 from farandole.comm.buckets import bucket as sparse_bucket
-from farandole.comm.reducer import count_calls, in_flight, open_route
+from farandole.comm.reducer import count_calls, in_flight
 from farandole.comm.reducer.options import ReducerOptions
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.routes import Route
 from farandole.comm.transport.comm_thread import CommThread
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Peers, Transport
-from farandole.comm.world.process_groups import ProcessGroups
-from farandole.comm.world.world import World
+from farandole.comm.world.world import ProcessGroups, World
 from farandole.core.vocabulary.events import Event
 from farandole.core.vocabulary.spec import Plan
 
@@ -164,7 +163,7 @@ def _ranks(size: int) -> Iterator[list[Rank]]:
         return Route("flat", "a test says so", group, RankGroup(everyone, rank), alone, conductor=conductors[rank])
 
     with (
-        mock.patch.object(open_route, "connect_route", connect),
+        mock.patch.object(in_flight, "connect_route", connect),
         mock.patch.object(dense_bucket, "start_all_reduce", sums.start),
         mock.patch.object(sparse_bucket, "start_all_reduce", sums.start),
         mock.patch.object(in_flight, "start_all_reduce", sums.start),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from farandole.comm.autotune.choice import choose
+from farandole.comm.autotune.autotuner import choose
 from farandole.comm.autotune.profile import LEAST_STEPS, Calibration, is_same_link, ratio_of
 from tests.unit.comm.test_choice import link, predict, situation
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from farandole.comm.autotune.choice import choose
+from farandole.comm.autotune.autotuner import choose
 from farandole.core.step_model.bucket_plan import BucketPlan
 from farandole.core.step_model.link import LinkModel, sum_seconds
 from farandole.core.step_model.prediction import (

@@ -14,11 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.codecs.codec import Codec, leaves
-from farandole.comm.codecs.error_feedback import ErrorFeedback
-from farandole.comm.codecs.powersgd import PowerSGD
+from farandole.comm.codecs.codec import Codec, ErrorFeedback, leaves
 from farandole.comm.codecs.registry import bare_codec, make_codec
-from farandole.comm.codecs.topk import Positions, exact_top, sampled_top
+from farandole.comm.codecs.topk import Positions, PowerSGD, exact_top, sampled_top
 from farandole.comm.messages import (
     Encoded,
     Encoding,

@@ -24,9 +24,9 @@ from farandole.comm.device.streams import simulate_device
 from farandole.comm.gradients.parameters import layout_of
 from farandole.comm.messages import Message, received_shape
 from farandole.comm.routes import Route
-from farandole.comm.transport import stream_conductor
+from farandole.comm.transport import staged_conductor
 from farandole.comm.transport.rank_group import RankGroup
-from farandole.comm.transport.stream_conductor import StreamConductor
+from farandole.comm.transport.staged_conductor import StreamConductor
 from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 
 META = torch.device("meta")
@@ -126,7 +126,7 @@ def _step(
 @contextmanager
 def _on_meta(codec: str, members: int, patch: pytest.MonkeyPatch) -> Generator[_Copies, None, None]:
     """Do two steps of a bucket of `members`, after one that makes what is made once; see what they do."""
-    patch.setattr(stream_conductor, "exchange_by_group", _gathered)
+    patch.setattr(staged_conductor, "exchange_by_group", _gathered)
     spec = EXACT if codec == "none" else CodecSpec.parse(codec)
     made = make_codec(spec)  # tries native loops, on real tensors
     streams = _Streams()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from farandole.comm.codecs.eligibility import (
+from farandole.comm.codecs.registry import (
     LEAST_ELEMENTS,
     can_have,
     choose_codec,

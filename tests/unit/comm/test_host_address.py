@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from farandole.comm.world import host_address
-from farandole.comm.world.host_address import has_route, wait_for_routes
+from farandole.comm.world import rendezvous
+from farandole.comm.world.rendezvous import has_route, wait_for_routes
 
 
 def test_routes_are_looked_up_without_sending_anything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,7 +19,7 @@ def test_routes_are_looked_up_without_sending_anything(monkeypatch: pytest.Monke
         def connect(self, address: object) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")  # what a route that is a black hole says
 
-    monkeypatch.setattr("farandole.comm.world.host_address.socket.socket", Probe)
+    monkeypatch.setattr("farandole.comm.world.rendezvous.socket.socket", Probe)
     assert not has_route("192.0.2.1")
 
 
@@ -30,14 +30,14 @@ def test_a_route_that_is_missing_for_a_moment_is_waited_for(monkeypatch: pytest.
         asked.append(address)
         return address == "10.0.0.1" or len(asked) > 4
 
-    monkeypatch.setattr(host_address, "has_route", found_at_last)
-    monkeypatch.setattr(host_address, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "has_route", found_at_last)
+    monkeypatch.setattr(rendezvous, "_LOOK_SECONDS", 0.0)
     wait_for_routes(["", "10.0.0.1", "10.0.0.2"], 60.0, is_over=lambda: False)
     assert asked == ["10.0.0.1", "10.0.0.2", "10.0.0.2", "10.0.0.2", "10.0.0.2"]
 
 
 def test_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_address, "has_route", lambda address: False)
+    monkeypatch.setattr(rendezvous, "has_route", lambda address: False)
     begin = time.monotonic()
     wait_for_routes(["10.0.0.2"], 0.2, is_over=lambda: False)
     wait_for_routes(["10.0.0.2"], 600.0, is_over=lambda: True)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.comm.codecs.codec import is_finite, without_overflow
-from farandole.comm.codecs.error_feedback import FeedbackState, MomentumState
+from farandole.comm.codecs.codec import FeedbackState, MomentumState, is_finite, without_overflow
 from farandole.comm.codecs.quantize import Draws
 from farandole.comm.codecs.registry import Exact
 from farandole.comm.messages import (

@@ -18,14 +18,13 @@ import pytest
 
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.native import build
-from farandole.comm.native import kernels as loops_module
 from farandole.comm.native.build import Unusable, load_library
 from farandole.core.environ.env import native_loops_are_wanted, read_cache_directory
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
 from tests.native import needs_compiler
 
-SOURCE = Path(loops_module.__file__).with_name("kernels.c")
+SOURCE = Path(build.__file__).with_name("kernels.c")
 SMALL = '__attribute__((visibility("default"))) int answer(void) { return %d; }\n'
 
 
@@ -40,9 +39,9 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def unloaded() -> Iterator[None]:
-    loops_module._load.cache_clear()
+    build._load.cache_clear()
     yield
-    loops_module._load.cache_clear()
+    build._load.cache_clear()
 
 
 def compiler(directory: Path, text: str) -> str:
@@ -235,17 +234,17 @@ def test_codecs_go_on_without_a_compiler_and_say_so_once(
 def test_a_library_without_the_functions_is_not_used(
     unloaded: None, source: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(loops_module, "load_library", lambda path: load_library(source))
+    monkeypatch.setattr(build, "load_library", lambda path: load_library(source))
     with caplog.at_level(logging.DEBUG, "farandole"):
-        assert loops_module.loops() is None
+        assert build.loops() is None
     assert "farandole_encode_int8" in caplog.text
 
 
 @needs_compiler
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loops_module.loops() is not None
+    assert build.loops() is not None
     monkeypatch.setenv("FARANDOLE_NATIVE", "0")
-    assert loops_module.loops() is None
+    assert build.loops() is None
     assert make_codec(CodecSpec.parse("int8")).native is None
     assert native_loops_are_wanted({"FARANDOLE_NATIVE": "1"})
     with pytest.raises(ConfigError, match="FARANDOLE_NATIVE='off': expected 0 or 1"):

@@ -11,14 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farandole.comm.codecs import native_quantize as fused_module
-from farandole.comm.codecs.codec import leaves
-from farandole.comm.codecs.error_feedback import FeedbackState
+from farandole.comm.codecs.codec import FeedbackState, leaves
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.registry import CodecInstance, make_codec
 from farandole.comm.messages import Encoded, Encoding, GroupRank, Message, as_encoding, simulate
 from farandole.comm.native import build
-from farandole.comm.native import kernels as loops_module
-from farandole.comm.native.kernels import Kernels, loops
+from farandole.comm.native.build import Kernels, loops
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.native import needs_compiler
 
@@ -354,7 +352,7 @@ def test_loops_are_tried_with_float32_whatever_the_default_is(default: torch.dty
 def test_loops_with_other_bits_are_not_used(
     right: str, wrong: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = Path(loops_module.__file__).with_name("kernels.c").read_text()
+    source = Path(build.__file__).with_name("kernels.c").read_text()
     assert right in source
     changed = tmp_path / "kernels.c"
     changed.write_text(source.replace(right, wrong))

@@ -13,9 +13,9 @@ from torch import nn
 
 from farandole.comm.autotune.profile import PassTimings
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.reducer.accelerators import REMEDY, device_of, refuse_messages
 from farandole.comm.reducer.autograd_hooks import PassTimes
-from farandole.comm.reducer.open_route import OpenRoute
+from farandole.comm.reducer.in_flight import OpenRoute
+from farandole.comm.reducer.options import REMEDY, device_of, refuse_messages
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import BACKWARD, BucketFacts, BucketLayout, Exchange, Phase

@@ -181,7 +181,7 @@ def test_sums_go_by_the_backend_where_they_may(monkeypatch: pytest.MonkeyPatch) 
     streams, summed = Streams(), list[tuple[torch.Tensor, object]]()
     group: Any = object()
     monkeypatch.setattr(
-        "farandole.comm.transport.stream_conductor.all_reduce", lambda *arguments: summed.append(arguments)
+        "farandole.comm.transport.staged_conductor.all_reduce", lambda *arguments: summed.append(arguments)
     )
     conductor = StagedConductor(
         cast("Any", streams), make(0, ends[0], streams, 20.0), device=_CPU, everyone=HERE, sums=group

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from farandole.comm.world.handshake import agree_on_start
+from farandole.comm.world.connect import agree_on_start
 from farandole.core.vocabulary.errors import CommError, Stalled
 from tests.unit.comm.test_backend_meeting import world
 

@@ -14,9 +14,9 @@ from torch.nn import functional
 
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
+from farandole.parallel.expert.dispatch import taken_choices
+from farandole.parallel.expert.expert_ranks import ROW_CODECS
 from farandole.parallel.expert.layer import MixtureOfExperts, router_loss
-from farandole.parallel.expert.routing import taken_choices
-from farandole.parallel.expert.row_codec import ROW_CODECS
 
 
 def layer(**keys: Any) -> MixtureOfExperts:

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import torch
 
-from farandole.parallel.expert.dispatch import Load
-from farandole.parallel.expert.loads import ExpertLoads
+from farandole.parallel.expert.dispatch import ExpertLoads, Load
 
 
 def test_a_model_that_moved_to_another_device_is_counted_anew() -> None:

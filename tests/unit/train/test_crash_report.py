@@ -8,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from farandole.comm.world.process_groups import ProcessGroups
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.comm.world.world import World
+from farandole.comm.world.world import ProcessGroups, World
 from farandole.core.vocabulary.errors import CommError, ConfigError, PeerLost, Stalled
-from farandole.train.crash_report import only_a_consequence
+from farandole.train.session import only_a_consequence
 from tests.ranks.pool import free_port
 
 

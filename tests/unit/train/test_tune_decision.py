@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from farandole.core.step_model.bucket_plan import ExchangeKeys
-from farandole.train.tune.block import StepBlock, gain_of, slowest
 from farandole.train.tune.decision import (
     ADOPTED,
     FAILED,
@@ -18,10 +17,14 @@ from farandole.train.tune.decision import (
     NOT_FINISHED,
     ROLLED_BACK,
     BlockOrder,
+    PatternSearch,
+    StepBlock,
     TuneDecision,
     TuneLimits,
+    bucket_grid,
+    gain_of,
+    slowest,
 )
-from farandole.train.tune.search import PatternSearch, bucket_grid
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from farandole.cli.commands.planner import tune
-from farandole.comm.autotune.look import Look
+from farandole.comm.autotune.profile import Look
 from farandole.core.environ.env import SETTINGS, TUNE, TuneSettings, changed_environment, read_tune_settings
 from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.step_model.link import LinkModel
@@ -21,12 +21,9 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.observe.figures.summary import read_tuning, trial_rows, tuning_page, verdict_of
 from farandole.observe.record.progress import progress_line
 from farandole.train.data.worker_cores import LEAST_BATCHES, WorkerTrials
-from farandole.train.tune.block import StepBlock
-from farandole.train.tune.decision import TuneDecision, TuneLimits
-from farandole.train.tune.history import TuneHistory
+from farandole.train.tune.decision import PatternSearch, StepBlock, TuneDecision, TuneLimits, bucket_grid
 from farandole.train.tune.online import _judge, layout_of, predicted_seconds, rank_by_prediction
-from farandole.train.tune.outcome import TuningRecord
-from farandole.train.tune.search import PatternSearch, bucket_grid
+from farandole.train.tune.outcome import TuneHistory, TuningRecord
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)

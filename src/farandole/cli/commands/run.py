@@ -175,7 +175,7 @@ def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 def _run_on_ray(
     options: argparse.Namespace, settings: HorovodSettings, arguments: Sequence[str]
 ) -> tuple[Outcome, Path]:
-    from ...launch.schedulers.ray import start_on_ray
+    from ...launch.start.start import start_on_ray
 
     request = replace(_read_request(options, settings), remote=RemoteOptions(variables=tuple(options.variables)))
     spec = read_submission(options, arguments)

@@ -17,11 +17,10 @@ from ...core.step_model.prediction import CodecSpeed, StepProfile
 from ...core.vocabulary.spec import Plan
 from ..messages import Message
 from ..routes import Route
-from ..transport.stream_conductor import StreamConductor
+from ..transport.staged_conductor import StreamConductor
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .autotuner import PROFILED_STEPS, Autotuner
-from .choice import CodecChoice
+from .autotuner import PROFILED_STEPS, Autotuner, CodecChoice
 from .probe import ProbeRequest, measure_codecs, probe_intra_host
 from .profile import Parameters, PassTimings, gather_profiles, local_times
 

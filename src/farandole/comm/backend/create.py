@@ -30,17 +30,15 @@ from ..host_memory.memory import Unavailable, find_peers
 from ..named_ops.data.reductions import HostGroups, host_groups
 from ..transport.group_messages import FrameTransport
 from ..world.comm_errors import translate_error, translated
-from ..world.connect import watch_forks
+from ..world.connect import agree_on_start, watch_forks
 from ..world.forks import refuse_spawned_worker
-from ..world.handshake import agree_on_start
 from ..world.world import World
 from .calls import CallQueue, GroupWork
 from .exchanges.by_host_exchange import ByHostExchange
 from .exchanges.exchange import GroupExchange
 from .exchanges.host_exchange import HostExchange
 from .exchanges.message_exchange import MessageExchange
-from .late_connections import LateConnections
-from .mailbox import Mailbox
+from .mailbox import LateConnections, Mailbox
 from .process_group import ProcessGroup
 
 # How the ranks of a group meet: all of them come, and all mean the same group.

@@ -19,8 +19,15 @@ from ...core.vocabulary.codec_spec import AUTO, EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
 from ..autotune.probe import ProbeRequest
-from ..codecs.eligibility import carrier_of, choose_codec, refuse_impossible, why_useless
-from ..codecs.registry import CodecInstance, make_codec, require_packer
+from ..codecs.registry import (
+    CodecInstance,
+    carrier_of,
+    choose_codec,
+    make_codec,
+    refuse_impossible,
+    require_packer,
+    why_useless,
+)
 from ..gradients.parameters import Layout, ParameterTable, RowBlocks
 from ..host_memory.shared_tensor import Unavailable
 from ..routes import Route

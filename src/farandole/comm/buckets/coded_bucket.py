@@ -27,7 +27,7 @@ from ..messages import Message, Reduction
 from ..routes import Route
 from ..sessions.units import MULTIPLE, CodedFlat, FlatPart
 from ..transport.comm_thread import BucketWork, SegmentWork
-from ..transport.stream_conductor import StreamWork
+from ..transport.staged_conductor import StreamWork
 from .bucket import Bucket, Waitable
 
 # Tensors to be added to a gradient at its next exchange, by parameter.

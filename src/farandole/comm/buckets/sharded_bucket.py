@@ -28,9 +28,8 @@ from ..gradients.grad_shards import GradShards, WholeGradients
 from ..gradients.parameters import RowBlocks, Rows, square_sum
 from ..messages import Message, Reduction
 from ..routes import Route
-from ..rows.row_coding import CodedSums
+from ..rows.row_coding import CodedSums, draws_of
 from ..rows.row_exchange import BlockMemory, Region, RowExchange
-from ..rows.row_state import draws_of
 from ..sessions.saved_state import Entry
 from ..transport.comm_thread import BucketWork, SegmentWork
 from .bucket import MARKS, Bucket, DenseBucket, Waitable, marks_differ, marks_of

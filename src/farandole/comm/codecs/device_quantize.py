@@ -21,7 +21,7 @@ from ...core.vocabulary.text import write_notice
 from ..device.block_launches import LARGEST_BLOCK, MOST_BYTES, BlockKernels, can_run
 from ..device.streams import streams_of
 from ..messages import Exchange, Exchanged, GroupRank, Message
-from .error_feedback import FeedbackState
+from .codec import FeedbackState
 from .native_quantize import Eager, eager_exchange, received_rows, trial_results
 from .packing import Integers, parts_of
 from .quantize import Packer, piece_elements

@@ -21,9 +21,8 @@ from functools import cache, lru_cache
 import torch
 
 from ..messages import Exchange, Exchanged, GroupRank, Message
-from ..native.kernels import LARGEST_BLOCK, Format, Kernels, loops
-from .codec import is_finite
-from .error_feedback import ErrorFeedback, FeedbackState
+from ..native.build import LARGEST_BLOCK, Format, Kernels, loops
+from .codec import ErrorFeedback, FeedbackState, is_finite
 from .packing import BFloat16, Float16, Integers
 from .quantize import Packer, Quantized
 

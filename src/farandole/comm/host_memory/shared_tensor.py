@@ -36,7 +36,7 @@ import torch.distributed as dist
 from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary.errors import ConfigError
 from ..messages import GroupRank, Message, sum_into
-from ..native.kernels import loops
+from ..native.build import loops
 from ..transport.group_messages import exchange_by_group
 from ..transport.rank_group import RankGroup
 from ..world.forks import memory_calls

@@ -15,20 +15,17 @@ from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks, write_notice
 from ..autotune.autotuner import Autotuner
-from ..autotune.look import Look, PassLog, look
 from ..autotune.on_device import DeviceAutotuner, DeviceMeasures
-from ..autotune.profile import PassTimings
+from ..autotune.profile import Look, PassLog, PassTimings, look
 from ..buckets.bucket import Bucket
 from ..buckets.bucket_set import BucketSet
-from ..codecs.eligibility import choose_codec
+from ..codecs.registry import choose_codec
 from ..gradients.grad_ownership import LocalAccumulation, LossScale, drop_grads
 from ..routes import TRIED_CONNECTIONS, Route
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .accelerators import device_of, refuse_messages, refused_candidates
-from .in_flight import InFlightBuckets
-from .open_route import OpenRoute
-from .options import ReducerOptions
+from .in_flight import InFlightBuckets, OpenRoute
+from .options import ReducerOptions, device_of, refuse_messages, refused_candidates
 
 
 # What a second gradient of a parameter between two steps is: an error, where a front end counts on one.

@@ -31,7 +31,7 @@ from ...core.vocabulary.events import Recorder
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ..autotune.autotuner import Autotuner
-from ..autotune.look import Look, PassLog
+from ..autotune.profile import Look, PassLog
 from ..buckets.bucket_set import BucketSet
 from ..codecs.registry import require_packer
 from ..device.streams import has_streams
@@ -40,10 +40,9 @@ from ..rows.late_rows import LateRows
 from ..rows.row_gather import RowGather
 from ..sessions import saved_state
 from ..world.world import World
-from .accelerators import device_of
 from .autograd_hooks import BackwardPasses
 from .noise_sums import NoiseReading, NoiseSums
-from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions
+from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions, device_of
 from .parts import ReducerParts
 
 

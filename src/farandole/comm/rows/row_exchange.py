@@ -29,8 +29,7 @@ from ..transport.comm_thread import ITEM_TAGS, BucketWork, SegmentWork
 from ..transport.rank_group import PieceExchange
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .row_coding import CodedSums
-from .row_state import RowPlace
+from .row_coding import CodedSums, RowPlace
 
 SEGMENT_BYTES = 256 * 1024
 """Bytes of a block that travel at once: while they are added up, the next ones are on their way."""

@@ -28,7 +28,7 @@ from ...core.host.open_sockets import available_congestion_controls
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 from ...core.vocabulary.text import name_ranks
 from ...core.wire.framing import HEADER
-from ..world.host_address import own_address
+from ..world.rendezvous import own_address
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ...core.failures import first_line, is_peer_lost, is_timeout, waited_seconds
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
-from .socket_abort import SocketAborter
+from .forks import SocketAborter
 
 _ENDED = "this generation of ranks has ended: one of them is gone"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -37,9 +36,11 @@ TENSORFLOW_DISTRIBUTIONS = (
 
 def package_version(name: str) -> str:
     """Return the version of an installed package without importing it; empty when there is none."""
+    from importlib import metadata  # not at the top: agents of hosts start in milliseconds
+
     try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
         return ""
 
 

@@ -328,28 +328,3 @@ class RankActor:
                 return data
             data += piece
         return data
-
-
-# Starting the ranks of a job on Ray.
-
-
-def start_on_ray(request: JobRequest, spec: SubmitSpec) -> tuple[Outcome, Path]:
-    """Run the ranks of `request` on Ray; return how it ended and its run directory."""
-    variables = variables_to_send(request)
-    if spec.options:
-        raise ConfigError(f"--{next(iter(spec.options))} means nothing to --on ray", remedy="leave it out")
-    nodes, per_node = spec.shape()
-    threads = spec.cpus_per_rank or 1
-    needs = RayRequest(nodes * per_node, threads, 0 if spec.gpus_per_node is None else 1)
-    with cluster(needs) as ray:
-        actors = RayActors(ray, needs)
-        try:
-            address, port = actors.place()
-            directory = open_run(replace(request, label=spec.name), size=needs.size)
-            job = make_job(PlacedJob(request, (), threads=threads, address=address), directory, port)
-            return run_recorded(
-                request, directory, needs.size,
-                lambda output: RayJob(actors, request.command, job, output, variables).run(),
-            )  # fmt: skip
-        finally:
-            actors.close()

@@ -40,6 +40,10 @@ from ..supervise.local import Supervisor
 from ..supervise.stacks import read_current_stacks
 from .placing import PlacedJob, host_commands, host_setup, variables_there
 from .request import JobRequest
+from ...core.vocabulary.errors import ConfigError
+from .placing import variables_to_send
+from ..schedulers.submission import SubmitSpec
+from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 
 if TYPE_CHECKING:
     from ..supervise.failure import Failure
@@ -317,3 +321,28 @@ def _reported_hang(directory: Path) -> list[Position]:
         found = [Position.from_json(json.dumps(each)) for each in values["positions"]]
         return [position for position in found if position is not None]
     return []
+
+
+# Starting the ranks of a job on Ray.
+
+
+def start_on_ray(request: JobRequest, spec: SubmitSpec) -> tuple[Outcome, Path]:
+    """Run the ranks of `request` on Ray; return how it ended and its run directory."""
+    variables = variables_to_send(request)
+    if spec.options:
+        raise ConfigError(f"--{next(iter(spec.options))} means nothing to --on ray", remedy="leave it out")
+    nodes, per_node = spec.shape()
+    threads = spec.cpus_per_rank or 1
+    needs = RayRequest(nodes * per_node, threads, 0 if spec.gpus_per_node is None else 1)
+    with cluster(needs) as ray:
+        actors = RayActors(ray, needs)
+        try:
+            address, port = actors.place()
+            directory = open_run(replace(request, label=spec.name), size=needs.size)
+            job = make_job(PlacedJob(request, (), threads=threads, address=address), directory, port)
+            return run_recorded(
+                request, directory, needs.size,
+                lambda output: RayJob(actors, request.command, job, output, variables).run(),
+            )  # fmt: skip
+        finally:
+            actors.close()

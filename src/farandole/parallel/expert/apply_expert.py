@@ -28,11 +28,9 @@ from ..model import Strategy
 from ..optim.one_bit_adam import OneBitAdam
 from ..optim.step_hooks import StepExchange
 from ..split import Split, is_of_expert, split_in_place, split_of
-from .dispatch import Placed
-from .expert_ranks import ExpertRanks
+from .dispatch import Placed, Routing
+from .expert_ranks import ROW_CODECS, ExpertRanks
 from .layer import MixtureOfExperts
-from .routing import Routing
-from .row_codec import ROW_CODECS
 from .transformers_experts import divide_experts_module, is_experts_module, prove_experts
 
 _SHOWN = 3

@@ -20,10 +20,19 @@ from torch.nn import functional
 
 from ...core.vocabulary.errors import ConfigError
 from ..tensor.layers.regions import TensorRanks, end_region
-from .dispatch import Load, Placed, TokenChoice, mix
+from .dispatch import (
+    Load,
+    Placed,
+    Routing,
+    TokenChoice,
+    balance_loss,
+    choose_experts,
+    experts_of_mlp,
+    mix,
+    note_load,
+    z_loss,
+)
 from .expert_ranks import ExpertRanks, with_divided_gradient
-from .loads import note_load
-from .routing import Routing, balance_loss, choose_experts, experts_of_mlp, z_loss
 
 Activation = Literal["swiglu", "gelu"]
 

@@ -21,9 +21,8 @@ from torch import nn
 
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ..changed_class import ChangedClass, change_class, make_kin, plain_class_of
-from .dispatch import Placed, TokenChoice, mix
+from .dispatch import Placed, TokenChoice, mix, note_load
 from .expert_ranks import with_divided_gradient
-from .loads import note_load
 
 _INDEX_NAMES = ("top_k_index", "router_indices", "selected_experts")
 _WEIGHT_NAMES = ("top_k_weights", "routing_weights")

@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...comm.codecs.eligibility import can_have
+from ...comm.codecs.registry import can_have
 from ...comm.device.accelerator import peak_bytes
 from ...comm.world.session import next_power_of_two
 from ...comm.world.world import World

@@ -34,8 +34,17 @@ from ..changed_class import (
     set_class,
 )
 from ..model import DistributedModel, Strategy
-from .loss_scale import DynamicLossScale, agree_finite, all_finite
-from .scaled_graph import Entering, Leaving, hook_parameter, scaled_parameters, sequence_number, strange_leaves
+from .scaled_graph import (
+    DynamicLossScale,
+    Entering,
+    Leaving,
+    agree_finite,
+    all_finite,
+    hook_parameter,
+    scaled_parameters,
+    sequence_number,
+    strange_leaves,
+)
 
 # Containers of tensors, rebuilt with other tensors: the arguments and the output of a forward pass.
 

@@ -18,8 +18,7 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import nearest
 from ..blocks import repeated_blocks
 from ..changed_class import features_of, is_transposed, plain_class_of, require_changeable
-from ..frozen.adapters import DOWN
-from ..frozen.encode_model import frozen_weights
+from ..frozen.encode_model import DOWN, frozen_weights
 from ..frozen.frozen_weight import FORMS, FrozenWeight
 from .layers.split_layers import is_linear
 

@@ -20,10 +20,8 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.run_files import stay_while
-from .host import ServiceHost
-from .loop import Limits, ServerLoop
-from .service import MakeService
-from .snapshot import SnapshotWriter, read_snapshot
+from .host import MakeService, ServiceHost
+from .loop import Limits, ServerLoop, SnapshotWriter, read_snapshot
 
 RESTORED_SECONDS = 120.0
 """For clients to call a server that was restored: they do when they next need it, after a step of computing."""

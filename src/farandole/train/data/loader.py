@@ -24,9 +24,8 @@ from ...core.vocabulary.errors import ConfigError
 from ...parallel.instrument.training_facts import note_loader
 from ..guards.same_data import data_of, refuse_other_data
 from .ahead.told_later import depth_ahead
-from .drawing import Drawing, LoaderState
+from .drawing import Drawing, LoaderState, counts_itself, divided_kind, facts_of, refuse_divided, refuse_strange
 from .length_buckets import Cut, LengthBuckets, Lengths, agreed_lengths, digest_of
-from .loader_kind import counts_itself, divided_kind, facts_of, refuse_divided, refuse_strange
 from .partition import Partition
 from .position import read_state
 from .rank_sampler import RankBatches, RankBatchSampler, RankSampler

@@ -164,7 +164,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy", "IPython.core.debugger", "ipdb", "pudb")
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _WRAPPERS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "profile_hook_step", "_call_impl"})
-_ENDS = ("farandole.train.crash_report", "farandole.train.session")
+_ENDS = ("farandole.train.session",)
 _EXCHANGES = ("farandole.comm", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
 _CALLERS_OF_EXCHANGES = ("farandole", "torch.distributed", "torch.nn.parallel")
 

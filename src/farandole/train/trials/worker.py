@@ -35,7 +35,7 @@ from ..memory.optimizers import make_optimizer
 from ..memory.trial import set_limit
 from ..memory.user_code import errors_of_user, load_function
 from ..memory.user_pass import Loss, batch_in, forward_loss, inputs_and_targets, scalar_loss
-from .contract import MARK, TrialSteps, TrialWork
+from .trials import MARK, TrialSteps, TrialWork
 
 
 def main(text: str) -> None:

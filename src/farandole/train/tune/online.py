@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from ...comm.autotune.choice import FASTEST_SLACK, assign_codecs
-from ...comm.autotune.look import Look
+from ...comm.autotune.autotuner import FASTEST_SLACK, assign_codecs
+from ...comm.autotune.profile import Look
 from ...comm.device.accelerator import memory_of
 from ...comm.world.store_sync import all_gather_json, decide_on_first
 from ...comm.world.world import World
@@ -40,11 +40,8 @@ from ...core.vocabulary.units import format_bytes, format_seconds
 from ...launch.doctor.facts import read_memory
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
-from .block import slowest
-from .decision import BlockOrder, TuneDecision, TuneLimits
-from .history import TuneHistory, facts_of
-from .outcome import TuningRecord, total_gain
-from .search import PatternSearch, bucket_grid
+from .decision import BlockOrder, PatternSearch, TuneDecision, TuneLimits, bucket_grid, slowest
+from .outcome import TuneHistory, TuningRecord, facts_of, total_gain
 from .switching import ExchangeSwitch, why_not
 
 # Whether memory is about to run out on this rank, so that nothing that takes more may stay.

@@ -32,8 +32,7 @@ from farandole.core.schedule.build import build_schedule
 from farandole.core.vocabulary import events
 from farandole.parallel.context.attention import AttentionCall, DividedAttention
 from farandole.parallel.context.group import ContextGroup
-from farandole.parallel.expert.expert_ranks import ExpertRanks
-from farandole.parallel.expert.row_codec import ExactRows
+from farandole.parallel.expert.expert_ranks import ExactRows, ExpertRanks
 from farandole.parallel.pipeline.messages import PipelinePeers, StageMailbox, message_of
 from farandole.parallel.tensor.layers.regions import (
     TensorRanks,

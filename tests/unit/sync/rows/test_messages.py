@@ -11,7 +11,7 @@ import torch
 
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import FarandoleError
-from farandole.sync.rows import requests, shard
+from farandole.sync.rows import shard
 from farandole.sync.rows import table as table_module
 from farandole.sync.rows.copies import RowCopy
 from farandole.sync.rows.links import LocalShards
@@ -61,7 +61,7 @@ def test_many_messages_are_as_one(shards: int, staleness: int | None, monkeypatc
         return call(self, *arguments, **keys)
 
     monkeypatch.setattr(LocalShards, "call", count)
-    for module in (requests, table_module):
+    for module in (table_module,):
         monkeypatch.setattr(module, "MOST_MESSAGE_BYTES", 1500)
     for seed in range(4):
         train(parts, seed)

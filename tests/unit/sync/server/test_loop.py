@@ -17,8 +17,7 @@ from farandole.sync.server import loop
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.client import ServerClient, wait_for
 from farandole.sync.server.host import ServiceHost
-from farandole.sync.server.loop import Limits, ServerLoop
-from farandole.sync.server.snapshot import SnapshotWriter, read_snapshot
+from farandole.sync.server.loop import Limits, ServerLoop, SnapshotWriter, read_snapshot
 from farandole.sync.server.start import ServerPlace
 from tests.unit.sync.server.ledger import Ledger
 

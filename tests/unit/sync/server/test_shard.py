@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from farandole.core.vocabulary.errors import CommError, Mismatch
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.dense.clock_service import Clocks
-from farandole.sync.server.dense.hyperparameters import write_group
+from farandole.sync.server.dense.refuse import write_group
 from farandole.sync.server.dense.shard import DenseShard, cut_by_bytes, join_state, part_of, put_part
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

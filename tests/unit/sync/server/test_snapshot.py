@@ -9,7 +9,7 @@ import torch
 
 from farandole.core.wire.framing import FrameError
 from farandole.sync.server.channel import ServerMessage
-from farandole.sync.server.snapshot import SNAPSHOT, SnapshotWriter, read_snapshot, write_snapshot
+from farandole.sync.server.loop import SNAPSHOT, SnapshotWriter, read_snapshot, write_snapshot
 
 SAVED = [ServerMessage({"n": 1}, [torch.arange(5.0), torch.empty(0, 3)]), ServerMessage({}, [torch.tensor(True)])]
 

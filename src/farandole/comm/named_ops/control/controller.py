@@ -27,11 +27,9 @@ from ..data.reductions import host_groups
 from ..matching.launch_order import LaunchOrder
 from ..matching.matcher import Announcement, Match, MatchSlot, disagreement
 from ..operations import NamedOpsSettings, Operation, OperationLog, ProcessSets, ResponseCache, Signature
-from .driver import Driver
-from .join import Joins, PendingJoin
-from .shutdown import Shutdown
+from .driver import ControllerState, Driver
+from .shutdown import Joins, PendingJoin, Shutdown
 from .stall_inspector import StallInspector
-from .state import ControllerState
 
 # What the other ranks say: each frame finds its place here. Called with the engine's lock held.
 _DATA = int(Frame.DATA)

@@ -19,8 +19,7 @@ from ....core.host.stacks import stack_of
 from ....core.vocabulary.errors import Stalled
 from ..channel import Frame
 from ..operations import NamedOpsSettings, Operation
-from .driver import Driver
-from .state import ControllerState
+from .driver import ControllerState, Driver
 
 _ANSWER_SECONDS = 1.0
 """For a missing rank to say where it is."""

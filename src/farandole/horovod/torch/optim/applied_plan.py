@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....comm.codecs.eligibility import can_have
+from ....comm.codecs.registry import can_have
 from ....comm.world.world import World
 from ....core.environ.job_plan import JobPlan
 from ....core.vocabulary.codec_spec import NONE, CodecSpec

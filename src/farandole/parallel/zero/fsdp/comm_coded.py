@@ -27,7 +27,7 @@ from ....comm.codecs.native_quantize import native_quantize
 from ....comm.codecs.quantize import Packer
 from ....comm.codecs.registry import packer_of
 from ....comm.gradients.parameters import rows_of
-from ....comm.rows.row_state import RowPlace, draws_of
+from ....comm.rows.row_coding import RowPlace, draws_of
 from ....comm.sessions.saved_state import Entry
 from ....comm.world.comm_errors import translated
 from ....comm.world.world import World

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ....comm.transport.connect import Door
 from ....comm.world.comm_errors import refuse_if_ended
-from ....comm.world.host_address import own_address
+from ....comm.world.rendezvous import own_address
 from ....comm.world.store_sync import all_gather_json, require_equal
 from ....comm.world.world import World
 from ....core.environ.env import SECRET, read_job_secret, read_run_settings

@@ -20,8 +20,7 @@ from ..channel import ServerMessage
 from ..client import wait_for
 from . import clock_service, shard
 from .connect import connect_servers
-from .hyperparameters import write_group
-from .refuse import parameters_of
+from .refuse import parameters_of, write_group
 from .shard import bit_sums, cut_by_bytes, join_state, part_of, put_part, write_state
 
 

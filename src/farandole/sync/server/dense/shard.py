@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from ....comm.gradients.grad_ownership import replace_grad
 from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
 from ..channel import ServerMessage, read_problem, write_problem
-from .hyperparameters import make_optimizer, read_group
+from .refuse import make_optimizer, read_group
 
 # Which server has which elements: the flat order of all parameters, cut by bytes.
 
