@@ -20,7 +20,7 @@ from shared import FARANDOLE, read_options, take_turns
 
 def rate(directory: str, size: int, steps: int) -> float:
     """Return the samples a second of one run."""
-    script = [sys.executable, "-m", "farandole.bench.demo.demo_train", "--steps", str(steps)]
+    script = [sys.executable, "-m", "farandole.bench.demo_train", "--steps", str(steps)]
     command = [*FARANDOLE, "run", "-np", str(size), "--json"]
     # One core for the one process too: the same share as each of the two has.
     bound = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if size == 1 else []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import farandole as fd
 from farandole.bench.models import LanguageModel
-from farandole.bench.step.worker import make_contender
+from farandole.bench.step_worker import make_contender
 from models import next_byte_loss, random_bytes
 from shared import worker_parser, write_found
 

@@ -40,7 +40,7 @@ from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate, Prediction
 from farandole.plan.cost.predict import predict
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.plan.search.decide import search
 from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.result import SearchRequest as Request

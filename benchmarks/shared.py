@@ -22,8 +22,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
-from farandole.bench.measure.intervals import paired_ratio
-from farandole.bench.measure.launch_ranks import Hosts, run_on_hosts
+from farandole.bench.intervals import paired_ratio
+from farandole.bench.launch_ranks import Hosts, run_on_hosts
 from farandole.core.host.process_status import M_MMAP_THRESHOLD, peak_resident_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import farandole as fd
-from farandole.comm.host_memory.shared_tensor import SharedMemory
+from farandole.comm.transport.shared_tensor import SharedMemory
 from shared import medians_ms, read_options, report, slowest_in_turns
 
 

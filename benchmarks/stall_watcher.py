@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.bench.measure.intervals import median_interval
+from farandole.bench.intervals import median_interval
 from models import step_of
 from shared import read_options, timed
 

@@ -34,8 +34,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farandole.bench.measure.launch_ranks import Hosts, run_here
-from farandole.bench.measure.machine import busy_note, machine_facts, machine_line
+from farandole.bench.launch_ranks import Hosts, run_here
+from farandole.bench.machine import busy_note, machine_facts, machine_line
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second
 from shared import Run, make_importable, make_parser, markdown, run_workers, say, write_figures

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from farandole.bench.measure.intervals import sent_bytes
+from farandole.bench.intervals import sent_bytes
 from shared import seconds_of, take_turns, worker_parser, write_found
 
 WIDTHS = {
@@ -199,7 +199,7 @@ def time_one_rank(options: argparse.Namespace) -> dict[str, Any]:
 def time_compiler(_: argparse.Namespace) -> dict[str, float]:
     """Return what it takes to make the operation where the cache is empty, and to find it there again."""
     import_tensorflow(legacy=False)
-    library = importlib.import_module("farandole.horovod.tensorflow.calls.library")
+    library = importlib.import_module("farandole.horovod.tensorflow.calls.call")
     before, begin = children_seconds(), time.perf_counter()
     if library.find_library() is None:
         raise SystemExit("tensorflow_front_end: the operation could not be made, see above")

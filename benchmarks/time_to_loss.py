@@ -24,8 +24,8 @@ import sys
 from datetime import date
 from pathlib import Path
 
-from farandole.bench.measure.intervals import median_interval
-from farandole.bench.measure.launch_ranks import Hosts
+from farandole.bench.intervals import median_interval
+from farandole.bench.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second
 from shared import Run, read_options, run_workers, say

@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 import farandole as fd
 from farandole.bench.data import ByteWindows, load_text
 from farandole.bench.models import LanguageModel
-from farandole.bench.step.worker import Contender, make_contender
+from farandole.bench.step_worker import Contender, make_contender
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.model import DistributedModel
 from shared import of_slowest, slowest_in_turns, timed, worker_parser, write_found

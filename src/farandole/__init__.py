@@ -36,12 +36,18 @@ if _typing.TYPE_CHECKING:
     from .parallel.context.apply import context_gather, context_positions, context_shard
     from .parallel.exchange_state import exchange_state, load_exchange_state
     from .parallel.expert.layer import MixtureOfExperts, router_loss
-    from .parallel.frozen.encode_model import freeze, low_rank_adapters
+    from .parallel.frozen_model import freeze, low_rank_adapters
     from .parallel.optim.one_bit_adam import OneBitAdam
     from .parallel.step import drain, evaluate, step, weight
     from .sync.rows.copies import RowCopy
     from .sync.rows.table import RowTable
-    from .train.accumulate import (
+    from .train.analysis.find_plan import find_plan
+    from .train.checkpoint.checkpointer import Checkpointer, load, save
+    from .train.chunked_cross_entropy import chunked_cross_entropy
+    from .train.data.loader import shard
+    from .train.distribute import averaged, distribute
+    from .train.gather import gather
+    from .train.loop import (
         accumulate,
         barrier,
         log,
@@ -50,13 +56,7 @@ if _typing.TYPE_CHECKING:
         phase,
         print,  # noqa: A004 - the field's name
     )
-    from .train.checkpoint.checkpointer import Checkpointer, load, save
-    from .train.chunked_cross_entropy import chunked_cross_entropy
-    from .train.data.loader import shard
-    from .train.distribute import averaged, distribute
-    from .train.find_plan import find_plan
     from .train.memory.find_micro_batch import find_micro_batch
-    from .train.metrics.gather import gather
     from .train.noise_scale import NoiseScale, noise_scale
     from .train.preemption import preempted
     from .train.prefetch import prefetch
@@ -92,8 +92,8 @@ _HOME = {
     "PlanError": "core.vocabulary.errors",
     "Stalled": "core.vocabulary.errors",
     "VerificationFailed": "core.vocabulary.errors",
-    "accumulate": "train.accumulate",
-    "barrier": "train.accumulate",
+    "accumulate": "train.loop",
+    "barrier": "train.loop",
     "chunked_cross_entropy": "train.chunked_cross_entropy",
     "context_gather": "parallel.context.apply",
     "context_positions": "parallel.context.apply",
@@ -101,22 +101,22 @@ _HOME = {
     "averaged": "train.distribute",
     "distribute": "train.distribute",
     "find_micro_batch": "train.memory.find_micro_batch",
-    "find_plan": "train.find_plan",
-    "freeze": "parallel.frozen.encode_model",
-    "gather": "train.metrics.gather",
+    "find_plan": "train.analysis.find_plan",
+    "freeze": "parallel.frozen_model",
+    "gather": "train.gather",
     "exchange_state": "parallel.exchange_state",
     "load_exchange_state": "parallel.exchange_state",
     "shard": "train.data.loader",
     "load": "train.checkpoint.checkpointer",
     "save": "train.checkpoint.checkpointer",
-    "log": "train.accumulate",
-    "low_rank_adapters": "parallel.frozen.encode_model",
-    "main_first": "train.accumulate",
-    "phase": "train.accumulate",
+    "log": "train.loop",
+    "low_rank_adapters": "parallel.frozen_model",
+    "main_first": "train.loop",
+    "phase": "train.loop",
     "preempted": "train.preemption",
     "prefetch": "train.prefetch",
-    "print": "train.accumulate",
-    "mean": "train.accumulate",
+    "print": "train.loop",
+    "mean": "train.loop",
     "NoiseScale": "train.noise_scale",
     "noise_scale": "train.noise_scale",
     "notebook": "integrations.notebook",
@@ -126,7 +126,7 @@ _HOME = {
     "drain": "parallel.step",
     "evaluate": "parallel.step",
     "step": "parallel.step",
-    "weight": "parallel.weight",
+    "weight": "parallel.step",
 }
 
 __all__ = [

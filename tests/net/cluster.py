@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from farandole.launch.emulate.network import Network
 from farandole.launch.job.hosts import HostNamespaces, entering, in_network_of
+from farandole.launch.namespaces import Network
 from farandole.launch.supervise.process import dying_with_us
 
 PORT = 2222

@@ -166,10 +166,10 @@ def test_codecs(tmp_path: Path) -> None:
 def test_making_hosts_and_printing_help_import_no_torch() -> None:
     code = """
 import sys
-from farandole.bench.collectives import collectives
-from farandole.bench.measure import launch_ranks
-from farandole.bench.step import contender_names, step
-from farandole.cli.commands.bench import command as bench
+from farandole.bench import collectives
+from farandole.bench import launch_ranks
+from farandole.bench import contender_names, step
+from farandole.cli.commands import command as bench
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

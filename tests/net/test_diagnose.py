@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.emulate.network import burst_bytes
+from farandole.launch.namespaces import burst_bytes
 from farandole.observe.diagnose import Diagnosis, compare, diagnose, to_text
 from tests.ranks.test_launch import script
 from tests.warm import run
@@ -179,7 +179,7 @@ def test_communication_of_sharded_parameters_is_seen_and_weighed(tmp_path: Path)
 
 LAZY = """
 import json, os, socket, time
-from farandole.observe.record.host_sampler import read_connections
+from farandole.observe.records.host_sampler import read_connections
 if os.environ["RANK"] == "0":
     with socket.create_server((socket.gethostname(), 5000)) as server:
         peer = server.accept()[0]

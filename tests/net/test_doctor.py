@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from farandole.core.environ import env
-from farandole.launch.emulate.network import Network
+from farandole.core import env
 from farandole.launch.job.hosts import HostNamespaces, entering
+from farandole.launch.namespaces import Network
 from tests.net.cluster import cluster, why_impossible
 from tests.ranks.test_launch import FARANDOLE, run
 

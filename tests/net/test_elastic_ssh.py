@@ -36,7 +36,7 @@ TRAIN = COUNTS.replace(
 # A worker that says what it is told, and imports no torch: it is ready again whenever ranks change.
 PAPER = f"""
 import os, queue, sys
-from farandole.core.environ.env import read_elastic_settings
+from farandole.core.env import read_elastic_settings
 from farandole.train.elastic import ControlConnection
 {WHERE}
 me = read_elastic_settings()

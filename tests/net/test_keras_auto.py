@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.observe.read.run_reader import read_run
+from farandole.observe.records.run_reader import read_run
 from tests.ranks.keras_jobs import MOST_SECONDS, needs_keras, needs_tensorflow, said_file, start_module
 
 pytestmark = [pytest.mark.full("slow"), pytest.mark.net, needs_keras, pytest.mark.timeout(300)]

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.launch.emulate.network import Network
 from farandole.launch.job.hosts import HostNamespaces, entering
+from farandole.launch.namespaces import Network
 from tests.net.cluster import Cluster, cluster, why_impossible
 from tests.ranks.test_launch import script
 

@@ -27,7 +27,7 @@ import json, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
-from farandole.bench.measure.intervals import sent_bytes
+from farandole.bench.intervals import sent_bytes
 from farandole.parallel.model import DistributedModel
 
 plan, steps, seconds = json.loads(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])

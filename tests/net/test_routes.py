@@ -34,7 +34,7 @@ import json, os, signal, sys, time
 import torch, torch.distributed as dist
 from torch import nn
 import farandole as fd
-from farandole.bench.measure.intervals import sent_bytes
+from farandole.bench.intervals import sent_bytes
 from farandole.train.verify.verify import fingerprint
 from farandole.parallel.model import DistributedModel
 

@@ -33,7 +33,7 @@ from farandole.core.vocabulary.degrees import ORDER
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.train.analysis.analyse import analyse
 
 GPT2_VOCABULARY, FOUNDRY_VOCABULARY = 51200, 50368

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from farandole.observe.read.run_reader import read_run
+from farandole.observe.records.run_reader import read_run
 from tests.ranks.front_ends import play_both
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="accelerate is missing")

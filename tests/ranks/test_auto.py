@@ -25,7 +25,7 @@ from farandole.comm.messages import Message
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.environ.env import VERBOSE, changed_environment
+from farandole.core.env import VERBOSE, changed_environment
 from farandole.core.step_model.link import LinkModel
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks

@@ -31,7 +31,7 @@ from farandole.comm.device import block_launches
 from farandole.comm.device.block_launches import BlockKernels, can_run, load_kernels
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.messages import Exchange, GroupRank, as_encoding, simulate
-from farandole.core.environ.env import NATIVE
+from farandole.core.env import NATIVE
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import fresh, ranks, takes
 from tests.simulated_device import SimulatedDevice

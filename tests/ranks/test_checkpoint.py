@@ -28,7 +28,7 @@ from farandole.checkpoint.manifest import NAME
 from farandole.comm.world.store_sync import BackgroundStore, all_gather_json
 from farandole.core.vocabulary.errors import CheckpointError, PeerLost
 from farandole.observe.diagnose.verdict import diagnose
-from farandole.observe.record.progress import progress_line
+from farandole.observe.records.progress import progress_line
 from farandole.train.checkpoint import saver
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes

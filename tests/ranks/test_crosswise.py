@@ -7,10 +7,10 @@ import time
 import torch
 
 import farandole as fd
-from farandole.comm.host_memory.shared_tensor import SharedMemory
 from farandole.comm.messages import Message, Reduction, reduce_scatter_all_gather
 from farandole.comm.routes import connect_route
 from farandole.comm.transport.comm_thread import CommThread, SegmentWork
+from farandole.comm.transport.shared_tensor import SharedMemory
 from tests.ranks.pool import ranks
 from tests.ranks.test_routes import pretend_two_hosts
 

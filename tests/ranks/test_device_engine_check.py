@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.bench.device_test import worker
-from farandole.bench.device_test.codecs_check import FORMS, Subject
-from farandole.bench.device_test.worker import check_engine
+from farandole.bench import device_test_worker as worker
+from farandole.bench.codecs_check import FORMS, Subject
+from farandole.bench.device_test_worker import check_engine
 from farandole.comm import routes as device_route
 from farandole.comm.codecs.packing import BFloat16
 from farandole.comm.codecs.registry import make_codec

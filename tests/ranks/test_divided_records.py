@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from farandole.observe.read.run_reader import read_run
+from farandole.observe.records.run_reader import read_run
 from tests import warm
 
 SCRIPT = """

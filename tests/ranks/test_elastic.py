@@ -23,7 +23,7 @@ pytestmark = patient
 # generation G is "N:G=what"; nothing said: it waits to be told to leave, and is ready again.
 PAPER = """
 import os, subprocess, sys, time
-from farandole.core.environ.env import read_elastic_settings
+from farandole.core.env import read_elastic_settings
 from farandole.train.elastic import ControlConnection
 me = read_elastic_settings()
 parts = dict(word.split("=") for word in sys.argv[1:])

@@ -24,7 +24,7 @@ import farandole.horovod.torch as hvd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import has_world
 from farandole.core.host.open_sockets import borrowed, open_sockets
-from farandole.observe.format.line_file import LineFile
+from farandole.observe.records.line_file import LineFile
 from tests import warm
 from tests.ranks.pool import free_port, fresh, ranks
 from tests.ranks.started import started

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen_weight import FrozenWeight
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import own
 from tests.ranks.sharded_cases import Words, batches, loss_of, whole

@@ -25,8 +25,8 @@ import farandole.horovod.torch as hvd
 from farandole.cli.commands.run import make_parser
 from farandole.cli.options.horovod_settings import read_settings
 from farandole.comm.transport.comm_thread import CommThread
-from farandole.core.environ.job_plan import read_plan
 from farandole.core.host.open_sockets import borrowed, open_sockets
+from farandole.core.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.events import BucketLayout, Event
 from farandole.horovod.common.basics import basics

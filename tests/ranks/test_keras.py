@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from farandole.core.vocabulary.events import STEP_PHASES
-from farandole.observe.read.run_reader import read_run
+from farandole.observe.records.run_reader import read_run
 from tests.ranks.keras_jobs import (
     finish,
     has_compiler,

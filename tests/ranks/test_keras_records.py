@@ -13,11 +13,11 @@ import pytest
 from farandole.core.vocabulary import events
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.export.operation_timeline import timeline_path
+from farandole.observe.figures.live import read_state
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
-from farandole.observe.format.rows import StepRow, step_seconds
-from farandole.observe.live import read_state
-from farandole.observe.read.run_reader import read_run
-from farandole.observe.read.timeline_reader import RankTimeline
+from farandole.observe.records.rows import StepRow, step_seconds
+from farandole.observe.records.run_reader import read_run
+from farandole.observe.records.timeline_reader import RankTimeline
 from farandole.observe.report import write_report
 from tests.ranks.keras_jobs import finish, needs_compiler, needs_tensorflow, start
 from tests.ranks.keras_records_script import BATCH, BATCH_SECONDS, EPOCHS, MORE, SAVE_SECONDS, STEPS

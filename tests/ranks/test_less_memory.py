@@ -10,7 +10,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.errors import Mismatch, PlanError
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen_weight import FrozenWeight
 from farandole.parallel.optim import disk_states
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp, own, train_alone

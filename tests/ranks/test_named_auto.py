@@ -20,8 +20,8 @@ from torch import nn
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.autotune.probe import probe_link
-from farandole.comm.named_ops.data import auto_codecs
-from farandole.comm.named_ops.data.auto_codecs import EXACT_ROUNDS
+from farandole.comm.named_ops import auto_codecs
+from farandole.comm.named_ops.auto_codecs import EXACT_ROUNDS
 from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.named_ops.operations import Request, Ticket
 from farandole.comm.transport.rank_group import RankGroup

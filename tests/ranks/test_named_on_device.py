@@ -12,11 +12,11 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.bench.device_test.codecs_check import Subject
-from farandole.bench.device_test.worker import check_named
+from farandole.bench.codecs_check import Subject
+from farandole.bench.device_test_worker import check_named
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.named_ops.data import data_plane, group_thread
-from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_bytes
+from farandole.comm.named_ops import data_plane, group_thread
+from farandole.comm.named_ops.group_thread import GroupThread, exchange_bytes
 from farandole.comm.named_ops.operations import PendingTicket
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.world import world
-from farandole.observe.format.rows import StepRow
-from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.records.rows import StepRow
+from farandole.observe.records.timeline_reader import read_events
 from tests.ranks.pool import ranks
 
 

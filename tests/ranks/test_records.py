@@ -34,9 +34,9 @@ from farandole.core.vocabulary.events import (
     ClockOffset,
 )
 from farandole.observe.figures.summary import summarise
-from farandole.observe.format.rows import StepRow, step_seconds
-from farandole.observe.read.clock import ClockTrack
-from farandole.observe.read.timeline_reader import RankTimeline, read_events
+from farandole.observe.records.clock import ClockTrack
+from farandole.observe.records.rows import StepRow, step_seconds
+from farandole.observe.records.timeline_reader import RankTimeline, read_events
 from farandole.train.clock_sync import ClockSync
 from tests import warm
 from tests.ranks.pool import patient, ranks

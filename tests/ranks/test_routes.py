@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.host_memory import shared_tensor
-from farandole.comm.host_memory.shared_tensor import SharedMemory, Unavailable
 from farandole.comm.messages import GroupRank, Message, Rounds
 from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.transport import shared_tensor
 from farandole.comm.transport.rank_group import RankGroup
+from farandole.comm.transport.shared_tensor import SharedMemory, Unavailable
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.model import DistributedModel

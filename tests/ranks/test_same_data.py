@@ -28,7 +28,7 @@ from torch.utils.data import (
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.train.data.random_state import generator_states
-from farandole.train.guards.same_data import data_of
+from farandole.train.same_data import data_of
 from tests.ranks.pool import ranks
 
 ROWS = TensorDataset(torch.arange(40.0).view(-1, 1))

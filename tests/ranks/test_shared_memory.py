@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.host_memory import memory
-from farandole.comm.host_memory.shared_tensor import SharedMemory, SharedTensor, Unavailable
+from farandole.comm.transport import host_memory
+from farandole.comm.transport.shared_tensor import SharedMemory, SharedTensor, Unavailable
 from farandole.comm.world.store_sync import all_gather_json
 from tests.leftovers import left_in_memory, memory_names
 from tests.native import needs_compiler
@@ -280,7 +280,7 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
         if world.rank == 1 and obstacle == "machine":
             patch.setattr("platform.machine", lambda: "aarch64")
         elif world.rank == 1 and obstacle == "descriptor":
-            patch.setattr(memory, "_map", forbidden)
+            patch.setattr(host_memory, "_map", forbidden)
         elif world.rank == 1 and obstacle == "process":
             patch.setattr("os.pidfd_open", forbidden)
         elif world.rank == 1:
@@ -300,7 +300,7 @@ def test_an_obstacle_on_one_rank_is_told_on_all(obstacle: str) -> None:
 
 _WORKER = """
 import sys, time, torch
-from farandole.comm.host_memory.shared_tensor import SharedMemory
+from farandole.comm.transport.shared_tensor import SharedMemory
 from farandole.comm.world.connect import connect
 from farandole.core.vocabulary.errors import PeerLost
 torch.set_num_threads(1)

@@ -23,10 +23,10 @@ from farandole.comm.world.store_sync import all_gather_json
 from farandole.parallel.model import DistributedModel
 from farandole.parallel.split import split_of
 from farandole.parallel.tensor.cut import check_cuts
-from farandole.parallel.tensor.layers.lazy import LazyWhole
-from farandole.parallel.tensor.layers.regions import begin_region_of_tokens, linear_of
+from farandole.parallel.tensor.lazy import LazyWhole
 from farandole.parallel.tensor.proof import Proofs
 from farandole.parallel.tensor.recipe import LayerPart, TensorRecipe
+from farandole.parallel.tensor.regions import begin_region_of_tokens, linear_of
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import (

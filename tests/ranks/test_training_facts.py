@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import farandole as fd
-from farandole.core.environ.env import CORES, CoreShares
-from farandole.observe.read.timeline_reader import read_events
+from farandole.core.env import CORES, CoreShares
+from farandole.observe.records.timeline_reader import read_events
 
 
 class Affinity(Dataset[Any]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from farandole.core.vocabulary.events import SETUP_LOOP
-from farandole.observe.read.run_reader import read_run
+from farandole.observe.records.run_reader import read_run
 from tests.ranks.front_ends import play_both
 
 pytestmark = [

@@ -11,8 +11,8 @@ import pytest
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
-from farandole.train.trials.trials import PlanTrial, TrialsRequest, run_trials
-from farandole.train.trials.worker import interval_of_median
+from farandole.train.analysis.trial_worker import interval_of_median
+from farandole.train.analysis.trials import PlanTrial, TrialsRequest, run_trials
 
 _FUNCTIONS = """\
     import time

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import farandole as fd
 from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.world.store_sync import all_gather_json, decide_on_first
-from farandole.core.environ.env import TUNE, TuneSettings, changed_environment
+from farandole.core.env import TUNE, TuneSettings, changed_environment
 from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import TUNED_PLAN

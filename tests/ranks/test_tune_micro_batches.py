@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.core.environ.env import TuneSettings
+from farandole.core.env import TuneSettings
 from farandole.parallel.model import DistributedModel
 from farandole.train.tune import online
 from tests.ranks.pool import ranks

@@ -15,8 +15,8 @@ import pytest
 from farandole.core.vocabulary.events import BACKWARD, DATA, FORWARD, LOSS, OPTIMIZER
 from farandole.launch.job.contract import SHIM
 from farandole.observe.diagnose import diagnose
-from farandole.observe.format.rows import StepRow
-from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.records.rows import StepRow
+from farandole.observe.records.timeline_reader import read_events
 from tests import warm
 from tests.ranks import unasked_script
 from tests.ranks.pool import patient

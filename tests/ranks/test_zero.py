@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import farandole as fd
-from farandole.core.environ.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER
+from farandole.core.env import ELASTIC, ELASTIC_KEY, ELASTIC_WORKER
 from tests.ranks import zero_script
 from tests.ranks.pool import patient, ranks, takes
 from tests.ranks.reference import assert_close, assert_same_bits

@@ -14,7 +14,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.zero.fsdp import exchange_records
+from farandole.parallel.zero import exchange_records
 from tests.ranks.pool import ranks
 from tests.ranks.sharded_cases import Block, Words, batches, loss_of
 

@@ -12,7 +12,7 @@ NAMES = set(OPTIONS) - {"bf16", "fp16", "fp8"}
 """Without those that precisions have, too."""
 OTHER_WORDS = dict.fromkeys(
     [
-        "cli/commands/bench/command",
+        "cli/commands/bench",
         "core/vocabulary/config",
         "parallel/recompute",
         "plan/cost/layout",

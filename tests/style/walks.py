@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 SOURCE = Path(__file__).parents[2] / "src" / "farandole"
 DEPTH = 4
 SCRIPT = """\
-from farandole.core.environ.job_plan import resolve_plan
+from farandole.core.job_plan import resolve_plan
 print("the plan says", resolve_plan(None).codec)
 """
 

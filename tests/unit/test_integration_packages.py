@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.utils.data import BatchSampler, DataLoader
 
-from farandole.core.environ.env import PLAN_FILE
+from farandole.core.env import PLAN_FILE
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.integrations.transformers import refuse_inexact_resume
 from farandole.integrations.weighed_batches import divide

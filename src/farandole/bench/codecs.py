@@ -18,7 +18,7 @@ from ..comm.device.accelerator import is_accelerator, local_gpu, model_of, synch
 from ..comm.messages import Exchange, Exchanged, GroupRank, Message, reduce_scatter_all_gather
 from ..core.vocabulary.codec_spec import CodecSpec
 from .data import load_text
-from .measure.intervals import format_table, least_bytes, median_interval
+from .intervals import format_table, least_bytes, median_interval
 from .models import LanguageModel
 
 # The result of ``farandole bench codecs`` as a table.

@@ -42,8 +42,7 @@ COMMANDS = {
 }
 
 _MODULES = {
-    "bench": "bench.command", "test": "cluster_test", "export": "formats.export",
-    "timeline": "formats.timeline", "measure": "planner.measure", "explain": "planner.explain",
+    "test": "cluster_test", "measure": "planner.measure", "explain": "planner.explain",
     "simulate": "planner.simulate", "tune": "planner.tune",
 }  # fmt: skip
 """Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""

@@ -22,11 +22,11 @@ from ..core.vocabulary.spec import Plan, RouteName
 from ..core.vocabulary.text import write_notice
 from .device.streams import Streams, streams_of
 from .device.tested import was_tested
-from .host_memory.shared_tensor import DeviceSlices, SharedMemory, SlicesByHost, Unavailable
 from .messages import Message
 from .transport.comm_thread import CommThread
 from .transport.group_messages import exchange_by_group
 from .transport.rank_group import RankGroup
+from .transport.shared_tensor import DeviceSlices, SharedMemory, SlicesByHost, Unavailable
 from .transport.staged_conductor import StagedConductor, StagedTransport, StreamConductor
 from .transport.transport import LEAST_LIMIT_BYTES, Transport, limit_for
 from .world.store_sync import all_gather_json

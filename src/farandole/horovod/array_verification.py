@@ -19,7 +19,7 @@ from ..comm.world.world import World
 from ..core.vocabulary.text import name_ranks
 from ..train.verify.verification_run import VerificationRun
 from ..train.verify.verify import Check, check_batches, check_equal, check_sizes
-from .exchange.arrays import as_torch
+from .exchange.names import as_torch
 
 Array = np.ndarray[Any, Any]
 Variables = Callable[[], Sequence[tuple[str, Array]]]

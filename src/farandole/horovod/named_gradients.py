@@ -21,8 +21,7 @@ from .array_verification import find_verification
 from .common.applied_plan import apply_plan, codec_of_gradient, plan_for_named, refuse_other_passes
 from .common.basics import basics
 from .common.reductions import Adasum, Average, reduction_of
-from .exchange.buckets import FlatBucket, GradientPart, plan_buckets
-from .exchange.layouts import Place, layout_text
+from .exchange.layouts import FlatBucket, GradientPart, Place, layout_text, plan_buckets
 from .exchange.names import key_of, label_of, without_count
 from .exchange.settings import GradientSettings, group_numbers
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from ..comm.world.world import World, has_world, world
-from ..core.environ.env import default_environment
+from ..core.env import default_environment
 from ..core.vocabulary.errors import ConfigError
 from ..parallel.distribute import distribute, undistribute
 from ..parallel.model import DistributedModel

@@ -26,8 +26,8 @@ from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, Phase, Setup
 from ..parallel.distribute import distribute, undistribute
 from ..parallel.instrument.phase_hooks import ModelWatch, inner_optimizer, watch_model
 from ..parallel.model import DistributedModel
-from ..train.accumulate import log
 from ..train.data.loader_watch import watch_loaders
+from ..train.loop import log
 from ..train.record import record
 from ..train.session import init
 from .whole_state import holding_passes, missing, refuse_degrees

@@ -31,15 +31,15 @@ from typing import Any
 import torch
 
 from ..comm.world.world import has_world, world
-from ..core.environ.job_plan import resolve_plan
+from ..core.job_plan import resolve_plan
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import SETUP_LOOP, TRAINER, Phase, Setup
 from ..parallel.exchange_state import exchange_state, load_exchange_state
 from ..parallel.instrument.phase_hooks import inner_optimizer
 from ..parallel.model import DistributedModel
-from ..train.accumulate import log, mean
 from ..train.checkpoint.agreement import together
+from ..train.loop import log, mean
 from ..train.record import record
 from ..train.session import init
 from .weighed_batches import Weight, joins_rows, peek_weight, take_weight

@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..comm.world.world import world
-from ..core.environ.job_plan import resolve_plan
+from ..core.job_plan import resolve_plan
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.rules import MOST_ZERO
 from ..core.vocabulary.text import install_command
-from ..parallel.frozen.frozen_weight import FrozenWeight
-from ..train.accumulate import accumulate
+from ..parallel.frozen_weight import FrozenWeight
+from ..train.loop import accumulate
 
 _DEGREES = ("tensor", "pipeline", "expert", "context")
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Literal
 
-from ..core.environ.env import color_is_allowed
+from ..core.env import color_is_allowed
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.run_files import log_path
 from ..core.vocabulary.text import NOTICE

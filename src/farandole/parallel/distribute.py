@@ -22,8 +22,8 @@ from ..comm.gradients.parameters import require_dense_parameters
 from ..comm.reducer.options import ReducerOptions, device_of
 from ..comm.reducer.reducer import GradientReducer
 from ..comm.world.world import World, world
-from ..core.environ.env import read_elastic_settings
-from ..core.environ.job_plan import resolve_plan
+from ..core.env import read_elastic_settings
+from ..core.job_plan import resolve_plan
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.rules import MOST_ZERO, check
 from ..core.vocabulary.spec import Plan
@@ -40,10 +40,11 @@ from .data.model_changes import (
 )
 from .data.whole_state import PartsOfState
 from .expert.apply_expert import ExpertGradients, ExpertParallel
-from .frozen.encode_model import FrozenWeights, stored_tensors
+from .frozen_model import FrozenWeights, stored_tensors
 from .global_norm import NormsOfParts
 from .instrument.phase_hooks import WatchedPasses
 from .instrument.training_facts import PredictedFacts
+from .lower_precision import MixedPrecision
 from .mesh import make_mesh
 from .model import DistributeCall, DistributedModel, Strategy
 from .optim.bf16_parameters import Bf16Parameters, widen_parameters
@@ -53,13 +54,12 @@ from .optim.one_bit_adam import OneBitAdam
 from .optim.step_hooks import MakePolicy, SyncPolicy
 from .optimizer_step import OptimizerSteps, RareMeetings
 from .pipeline.apply import PipelineParallel
-from .precision.passes import MixedPrecision
 from .recompute import Recompute, stop_recomputing
 from .seeds import SeededPasses
 from .split import is_of_expert
 from .tensor.apply_tensor import TensorParallel
 from .train_schedule import StagedTraining
-from .zero.fsdp.shard import FullySharded
+from .zero.shard import FullySharded
 
 M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741

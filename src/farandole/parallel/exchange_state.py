@@ -24,7 +24,7 @@ from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.rules import MOST_ZERO
 from .model import DistributedModel
-from .zero.fsdp.passes import ShardedModel
+from .zero.passes import ShardedModel
 
 VERSION = 1
 """Version of the dict's layout; a newer one is refused."""

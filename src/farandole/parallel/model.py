@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
     from ..comm.reducer.reducer import GradientReducer
     from ..comm.world.world import World
+    from .lower_precision import LowerPrecision
     from .mesh import Mesh
     from .optim.bf16_parameters import RoundedSteps
     from .optim.step_hooks import MakePolicy, StepExchange, SyncPolicy
     from .pipeline.pipeline import Pipeline
-    from .precision.passes import LowerPrecision
     from .seeds import PassSeeds
-    from .tensor.layers.regions import TensorRanks
     from .tensor.proof import Proofs
+    from .tensor.regions import TensorRanks
     from .train_schedule import TrainSchedule
-    from .zero.fsdp.passes import ShardedModel
+    from .zero.passes import ShardedModel
     from .zero.sharded_step import ShardedStep
 
 

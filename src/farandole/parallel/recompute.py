@@ -29,8 +29,8 @@ from ..core.vocabulary.text import did_you_mean
 from .blocks import repeated_blocks
 from .changed_class import ChangedClass, change_class, make_kin, require_changeable, set_class
 from .data.batch_norm import StatsGroup, stats_group_of
+from .lower_precision import own_casts
 from .model import Strategy
-from .precision.passes import own_casts
 
 # A module whose activations are dropped after its forward pass and computed again in backward.
 #

@@ -29,7 +29,7 @@ from ..core.vocabulary.units import format_rate, format_seconds
 from .candidate import Candidate, Term
 from .cost.layout import RunLayout
 from .cost.predict import CostModel, fits
-from .model.profile import ModelProfile
+from .profile import ModelProfile
 
 
 # The smallest global batch at which communication hides behind computation.

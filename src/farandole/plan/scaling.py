@@ -30,7 +30,7 @@ from ..core.vocabulary.rules import check
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.units import format_seconds, parse_seconds, read_option
 from .candidate import Candidate, Prediction, Term
-from .model.profile import ModelProfile
+from .profile import ModelProfile
 
 # What to predict: sizes, slow ranks, failures, loading; and how a command line says it.
 

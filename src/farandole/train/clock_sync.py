@@ -24,7 +24,7 @@ from ..comm.world.session import NEVER
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.events import ClockOffset
-from ..observe.read.clock import Ping, estimate
+from ..observe.records.clock import Ping, estimate
 
 EVERY_SECONDS = 60.0
 QUESTIONS = 8

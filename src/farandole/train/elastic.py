@@ -29,10 +29,10 @@ from typing import TYPE_CHECKING
 from ..comm.world.rendezvous import own_address
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import escape, has_world, world
-from ..core.environ.env import ElasticSettings, read_elastic_settings
+from ..core.env import ElasticSettings, read_elastic_settings
+from ..core.framing import FrameError
 from ..core.launchers.rank_variables import adopt_rank_variables
 from ..core.vocabulary.errors import CommError, ConfigError, LaunchError, Mismatch
-from ..core.wire.framing import FrameError
 from ..launch.elastic.control import (
     NONCE_BYTES,
     Frame,

@@ -43,11 +43,11 @@ from ..core.vocabulary.text import write_notice
 from ..core.vocabulary.units import format_seconds, format_share
 from ..observe.diagnose.finders.loader_fixes import LoaderFacts
 from ..parallel.instrument.training_facts import note_loader, own_cores
-from .data.ahead.ahead_thread import AheadThread, draw_into
-from .data.ahead.told_later import DrawnAhead, Handover, LoopWait, Tell, drawing_for, drawn_ahead
+from .data.ahead_thread import AheadThread, draw_into
 from .data.loader import ShardedLoader
 from .data.loader_watch import leave_out, samples_of
 from .data.random_state import generator_states
+from .data.told_later import DrawnAhead, Handover, LoopWait, Tell, drawing_for, drawn_ahead
 from .data.worker_cores import LEAST_BATCHES, TunedLoaders, on_worker_cores, worker_cores
 
 # Copies of batches on an accelerator, made on a stream of their own while the step before computes.

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from ..comm.world.world import World, has_world, world
-from ..core.environ.env import read_run_settings
-from ..core.environ.job_plan import resolve_plan
+from ..core.env import read_run_settings
+from ..core.job_plan import resolve_plan
 from ..core.vocabulary.errors import FarandoleError
 from ..core.vocabulary.events import FSDP2, SETUP_WRAPPER, WRAPPERS, Setup
 from ..core.vocabulary.spec import Plan
@@ -133,7 +133,7 @@ def wrapper_of(model: nn.Module) -> str:
 
 def watch_units(model: nn.Module, here: World) -> None:
     """Record what the units of FSDP2 of `model` exchange, from now on."""
-    from ..parallel.zero.fsdp.exchange_records import watch_stock  # FSDP2 takes a second to import
+    from ..parallel.zero.exchange_records import watch_stock  # FSDP2 takes a second to import
 
     watch_stock(model, here)
 

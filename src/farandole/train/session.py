@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import atexit
 import functools
-import hashlib
 import os
 import socket
 import sys
-import threading
 import time
 import warnings
 from contextlib import suppress
@@ -28,14 +26,13 @@ import torch
 
 from ..comm.world.connect import connect, watch_forks
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
-from ..core.environ.env import (
+from ..core.env import (
     RunSettings,
     read_core_shares,
     read_elastic_settings,
     read_run_settings,
     read_tune_settings,
 )
-from ..core.environ.job_plan import resolve_plan
 from ..core.failures import is_peer_lost
 from ..core.host.process_status import (
     give_back_freed_memory,
@@ -44,24 +41,26 @@ from ..core.host.process_status import (
     raise_descriptor_limit,
 )
 from ..core.host.stacks import StackWriter, end_with_code_of, hook_before, report_uncaught_errors
+from ..core.job_plan import resolve_plan
 from ..core.launchers.rank_variables import read_rank_variables
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
-from ..core.vocabulary.events import CHECKPOINT, Phase, Started
+from ..core.vocabulary.events import Started
 from ..core.vocabulary.run_files import Crash
 from ..core.vocabulary.text import write_notice
-from ..observe.record.host_sampler import GarbageWatch, HostSampling, TrafficWatch
-from ..observe.record.progress import MetricsWriter, TerminalProgress
-from ..observe.record.step_recorder import EventWriter, StepRecorder, StepSink
+from ..observe.records.host_sampler import GarbageWatch, HostSampling, TrafficWatch
+from ..observe.records.progress import MetricsWriter, TerminalProgress
+from ..observe.records.step_recorder import EventWriter, StepRecorder, StepSink
 from ..parallel.instrument.device_marks import figures_of
+from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import peak_of, watch_facts
 from .balance import OpenBalancer
 from .clock_sync import ClockSync, clock_name
 from .elastic import member
-from .guards.equal_models import EqualModels, UndistributedWatch
-from .guards.same_data import FirstBatch
-from .metrics.trackers import LogWith, Trackers
-from .stall.watcher import StallWatcher
+from .equal_models import EqualModels, UndistributedWatch
+from .same_data import FirstBatch
+from .stall_watcher import StallWatcher
+from .trackers import LogWith, Trackers
 from .tune.online import OnlineTuner, open_tuner
 from .verify.verification_run import VerificationRun
 
@@ -380,94 +379,3 @@ def _forked() -> None:
     """In a forked child: leave nothing of the parent's for the end of the process."""
     atexit.unregister(shutdown)
     _crashes.forget()
-
-
-# The time of ``torch.save`` in the thread that trains, as the phase "checkpoint", while a session records.
-#
-# A file that two ranks of one host have written is named too: a script for one process does not ask for the rank.
-#
-# The function under its usual name is replaced by one that notes the time and calls it, and put back when the
-# world closes. Code that took the name before (``from torch import save``) calls torch's own.
-
-
-_MOST_FILES = 16
-"""That are looked at: a script that writes one file on two ranks does so with its first."""
-
-
-def watch_saving(here: World) -> None:
-    """Record how long ``torch.save`` takes until `here` closes."""
-    here.session.keep(_SavingWatch, lambda: _SavingWatch(here))
-
-
-class _SavingWatch:
-    """One replacement of the function, from now until `stop`."""
-
-    def __init__(self, here: World) -> None:
-        here.session.call_on_close(self.stop)
-        self._original = torch.save
-        self._mine = _TimedSave(self._original, _Writers(here))
-        torch.save = self._mine
-
-    def stop(self) -> None:
-        """Put the function back, unless other code has replaced ours meanwhile."""
-        if torch.save is self._mine:
-            torch.save = self._original
-
-
-class _TimedSave:
-    """Calls the function that it stands for. A saved copy of it is that function."""
-
-    def __init__(self, original: Any, writers: _Writers) -> None:
-        functools.update_wrapper(self, original)
-        self._original = original
-        self._writers = writers
-        self._thread = threading.get_ident()
-        self._depth = 0
-
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if self._depth or threading.get_ident() != self._thread:
-            return self._original(*arguments, **named)
-        self._depth, begin = 1, time.monotonic()
-        try:
-            result = self._original(*arguments, **named)
-            self._writers.saved(named.get("f", arguments[1] if len(arguments) > 1 else None))
-            return result
-        finally:
-            self._depth = 0
-            if has_world():
-                world().session.recorder.record(Phase(CHECKPOINT, begin, time.monotonic()))
-
-    def __reduce__(self) -> Any:
-        return (_torchs_save, ())
-
-
-class _Writers:
-    """Which rank of a host was the first to write a file, in the store."""
-
-    def __init__(self, here: World) -> None:
-        self._world = here
-        self._prefix = here.topic("saved files")
-        self._seen: set[str] = set()
-
-    def saved(self, file: Any) -> None:
-        """Say once in the job that two ranks have written a file. `file` is what was given to ``torch.save``."""
-        here = self._world
-        if here.store is None or here.closed or here.local_size == 1 or not isinstance(file, str | os.PathLike):
-            return
-        path = os.path.realpath(file)
-        if path in self._seen or len(self._seen) >= _MOST_FILES or not Path(path).is_file():
-            return
-        self._seen.add(path)
-        key = hashlib.sha256(os.fsencode(f"{here.host}:{path}")).hexdigest()
-        with suppress(RuntimeError):  # a store that fails is found by who needs it
-            first = here.store.compare_set(f"{self._prefix}/{key}", "", str(here.rank)).decode()
-            if first != str(here.rank) and here.store.add(f"{self._prefix}/said", 1) == 1:
-                write_notice(
-                    f"warning: ranks {min(int(first), here.rank)} and {max(int(first), here.rank)} have written "
-                    f"{os.fspath(file)} with torch.save, each over the other's; write it on one rank (if "
-                    "farandole.world().is_main: torch.save(...)), or by farandole.Checkpointer"
-                )
-
-
-def _torchs_save() -> Any:
-    return torch.save

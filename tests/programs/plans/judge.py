@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 import farandole as fd
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen_weight import FrozenWeight
 
 from .compare import differs, near, same_bits
 from .kinds import KINDS

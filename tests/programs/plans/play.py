@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import farandole as fd
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen_weight import FrozenWeight
 from farandole.parallel.split import Split, split_of
 
 from .data import Part, batch, count_of, loader, loss_of, of_all, of_rank

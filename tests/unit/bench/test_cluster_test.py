@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.bench.cluster_test import worker
-from farandole.bench.cluster_test.cluster_test import Proof, check_rate
-from farandole.bench.cluster_test.worker import KINDS, SIZES, CollectiveCase, cases, check, inputs
-from farandole.bench.measure.launch_ranks import account_of, read_message
+from farandole.bench import cluster_test_worker as worker
+from farandole.bench.cluster_test import Proof, check_rate
+from farandole.bench.cluster_test_worker import KINDS, SIZES, CollectiveCase, cases, check, inputs
+from farandole.bench.launch_ranks import account_of, read_message
 from farandole.cli.commands.cluster_test import make_parser, page, run_words
 from farandole.cli.options.cluster_options import with_slots
 

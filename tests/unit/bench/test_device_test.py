@@ -16,8 +16,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from farandole.bench.device_test import codecs_check, device_test
-from farandole.bench.device_test.codecs_check import (
+from farandole.bench import codecs_check, device_test
+from farandole.bench.codecs_check import (
     FORMS,
     OPERATIONS,
     Form,
@@ -31,7 +31,7 @@ from farandole.bench.device_test.codecs_check import (
     operations_with_other_bits,
     run_codec,
 )
-from farandole.bench.measure.launch_ranks import FollowedJob
+from farandole.bench.launch_ranks import FollowedJob
 from farandole.cli.commands.cluster_test import main
 from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.packing import BFloat16, Integers
@@ -39,7 +39,7 @@ from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.world import connect
-from farandole.core.environ.env import nccl_host, share_device
+from farandole.core.env import nccl_host, share_device
 from farandole.core.vocabulary.codec_spec import NONE, OPTIONS, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
 from tests.simulated_device import HOST, SIDE, SimulatedDevice

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench.step import worker
-from farandole.bench.step.contender_names import PRECISIONS
-from farandole.bench.step.worker import Contender
+from farandole.bench import step_worker as worker
+from farandole.bench.contender_names import PRECISIONS
+from farandole.bench.step_worker import Contender
 from farandole.comm.world.world import World
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -64,7 +64,7 @@ def test_contenders_drop_out_the_same_in_a_round_and_something_else_in_the_next(
     other = contender()
     other.model.load_state_dict(one.model.state_dict())
     world = World(0, 1, 0, 1, 0, 1, "host", None, torch.device("cpu"), "alone", 60.0)
-    monkeypatch.setattr("farandole.bench.step.worker.dist.barrier", lambda: None)
+    monkeypatch.setattr("farandole.bench.step_worker.dist.barrier", lambda: None)
     rows = worker._train({"one": one, "other": other}, 1, 3, world, loopback=True)
     first, second = rows[:, :, 3].tolist()
     assert first == second

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from farandole.bench.measure import launch_ranks
-from farandole.bench.measure.intervals import nested_interval, nested_ratio
-from farandole.bench.measure.machine import busy_note, has_16_bits, machine_facts, machine_line
+from farandole.bench import launch_ranks
+from farandole.bench.intervals import nested_interval, nested_ratio
+from farandole.bench.machine import busy_note, has_16_bits, machine_facts, machine_line
 from farandole.bench.scaling import scaling
 from farandole.bench.scaling.scaling import (
     MeasuredRun,

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from farandole.bench.codecs import format_codecs
-from farandole.bench.collectives.collectives import format_collectives
-from farandole.bench.collectives.routes import OPERATIONS, ROUTES
-from farandole.bench.measure.intervals import (
+from farandole.bench.collectives import format_collectives
+from farandole.bench.contender_names import check_contender, expand, plan_of, read_contenders, settings_of
+from farandole.bench.intervals import (
     bound_seconds,
     format_table,
     least_bytes,
@@ -19,8 +19,8 @@ from farandole.bench.measure.intervals import (
     paired_ratio,
     sent_bytes,
 )
-from farandole.bench.step.contender_names import check_contender, expand, plan_of, read_contenders, settings_of
-from farandole.bench.step.step import compare, format_step
+from farandole.bench.routes import OPERATIONS, ROUTES
+from farandole.bench.step import compare, format_step
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from tests.unit.cli.test_cli import call

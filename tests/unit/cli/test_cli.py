@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from farandole.cli.main import COMMANDS, run
-from farandole.core.environ.job_plan import read_plan
+from farandole.core.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.start import request as command
@@ -309,7 +309,7 @@ LINES_OF_ONE_PLACE: dict[str, Any] = {
 
 
 def require_no_traceback(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
-    from farandole.bench.demo import demo
+    from farandole.bench import demo
 
     monkeypatch.setattr("farandole.launch.supervise.local.Supervisor.run", lambda self: Outcome(0, 0.0))
     monkeypatch.setattr(demo, "_command", nothing_runs)

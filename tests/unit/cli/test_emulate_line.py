@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farandole.launch.emulate.session import EmulatedRun
+from farandole.launch.emulate import EmulatedRun
 from tests.unit.cli.test_cli import call
 
 FARANDOLE = [sys.executable, "-m", "farandole"]
@@ -33,8 +33,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(list(command))
         return EmulatedRun(0, 0.0, [])
 
-    monkeypatch.setattr("farandole.launch.emulate.network.Network", NoNetwork)
-    monkeypatch.setattr("farandole.launch.emulate.session.run_session", session)
+    monkeypatch.setattr("farandole.launch.namespaces.Network", NoNetwork)
+    monkeypatch.setattr("farandole.launch.emulate.run_session", session)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     return commands
 

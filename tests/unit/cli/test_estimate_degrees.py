@@ -17,7 +17,7 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.cost.held import memory_of_candidate
 from farandole.plan.memory import STAGES, Setting, memory_of
 from farandole.plan.memory_page import Choice, ProcessMemory
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.train.analysis import estimate
 from farandole.train.analysis.analyse import analyse
 from tests.unit.plan.search.models import make_profile

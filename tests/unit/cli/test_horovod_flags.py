@@ -17,7 +17,7 @@ from farandole.cli.commands.run import check_build
 from farandole.cli.options.horovod_flags import FLAGS
 from farandole.cli.options.horovod_settings import HorovodSettings, read_settings
 from farandole.cli.options.host_options import read_elastic_options, read_host_list, read_ssh_options
-from farandole.core.environ.job_plan import read_plan
+from farandole.core.job_plan import read_plan
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.launch.elastic.options import ElasticOptions
@@ -86,8 +86,8 @@ def test_what_a_flag_tells_the_ranks(words: str) -> None:
 
 RANK = """
 import dataclasses, json, os
-from farandole.core.environ.job_plan import read_horovod_variables
-from farandole.core.environ.job_plan import plan_with_requests
+from farandole.core.job_plan import read_horovod_variables
+from farandole.core.job_plan import plan_with_requests
 read = read_horovod_variables()
 print(json.dumps([dict(os.environ), dataclasses.asdict(read), plan_with_requests(read.plan).plan.to_mapping()]))
 """

@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 
 from farandole.comm.autotune.autotuner import CodecChoice
-from farandole.comm.named_ops.data import auto_codecs
-from farandole.comm.named_ops.data.auto_codecs import EXACT_ROUNDS, AutoCodecs, GivenBucket, MeasuredChoice
+from farandole.comm.named_ops import auto_codecs
+from farandole.comm.named_ops.auto_codecs import EXACT_ROUNDS, AutoCodecs, GivenBucket, MeasuredChoice
 from farandole.comm.named_ops.operations import Operation
 from farandole.comm.transport.transport import Transport
 from farandole.core.step_model.bucket_plan import BucketPlan

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.messages import GroupRank
-from farandole.comm.named_ops.data.group_thread import GroupThread, exchange_pieces
+from farandole.comm.named_ops.group_thread import GroupThread, exchange_pieces
 from farandole.comm.transport.rank_group import PieceExchange
 
 

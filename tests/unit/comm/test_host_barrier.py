@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 import torch
 
-from farandole.comm.host_memory.memory import PAGE_BYTES, HostBarrier, Peer
+from farandole.comm.transport.host_memory import PAGE_BYTES, HostBarrier, Peer
 
 
 def test_a_barrier_that_several_threads_close_closes_each_descriptor_once() -> None:

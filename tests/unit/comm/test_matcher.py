@@ -10,7 +10,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.matching.matcher import Announcement, Match, Matcher, disagreement
+from farandole.comm.named_ops.matcher import Announcement, Match, Matcher, disagreement
 from farandole.comm.named_ops.operations import Signature
 
 

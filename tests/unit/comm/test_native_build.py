@@ -19,7 +19,7 @@ import pytest
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.native import build
 from farandole.comm.native.build import Unusable, load_library
-from farandole.core.environ.env import native_loops_are_wanted, read_cache_directory
+from farandole.core.env import native_loops_are_wanted, read_cache_directory
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
 from tests.native import needs_compiler

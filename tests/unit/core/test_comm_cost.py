@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import farandole
-from farandole.bench.measure.intervals import least_bytes
+from farandole.bench.intervals import least_bytes
 from farandole.core.step_model.link import (
     LinkModel,
     communication_seconds,

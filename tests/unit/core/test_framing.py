@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.wire.framing import (
+from farandole.core.framing import (
     HEADER,
     MAC_BYTES,
     FrameBuffer,

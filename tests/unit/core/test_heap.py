@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.environ.env import allocator_is_tuned
+from farandole.core.env import allocator_is_tuned
 from farandole.core.host.process_status import keep_freed_memory
 
 # Frees 64 MiB at the top of the heap, several times, and counts the page faults of taking it again.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.core.environ.job_plan import HorovodVariables, PlanRequest, read_horovod_variables
+from farandole.core.job_plan import HorovodVariables, PlanRequest, read_horovod_variables
 from farandole.core.vocabulary.errors import ConfigError
 
 

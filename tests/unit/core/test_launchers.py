@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from farandole.core.environ.env import read_run_settings
+from farandole.core.env import read_run_settings
 from farandole.core.launchers.launcher_env import NodeInfo
 from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.launchers.slurm import slurm_port

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.environ.job_plan import read_plan
+from farandole.core.job_plan import read_plan
 from farandole.core.vocabulary.config import PLAN_TABLES
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from farandole.core.environ.job_plan import read_plan
+from farandole.core.job_plan import read_plan
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import NAMES, TERMS, Plan
 from farandole.plan.candidate import Term

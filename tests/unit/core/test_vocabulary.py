@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.environ import env
+from farandole.core import env
 from farandole.core.launchers.rank_variables import read_rank_variables
 from farandole.core.vocabulary import units
 from farandole.core.vocabulary.config import parse_settings

@@ -11,10 +11,8 @@ import torch
 from farandole.horovod.common.compression import CodecCompressor, CompressionNames, NoneCompressor, codec_of
 from farandole.horovod.common.exceptions import HorovodMismatchError
 from farandole.horovod.common.reductions import Average, Sum
-from farandole.horovod.exchange.arrays import as_array, as_torch
-from farandole.horovod.exchange.buckets import GradientPart, plan_buckets
-from farandole.horovod.exchange.layouts import Layouts, Place, layout_text
-from farandole.horovod.exchange.names import MadeObjects
+from farandole.horovod.exchange.layouts import GradientPart, Layouts, Place, layout_text, plan_buckets
+from farandole.horovod.exchange.names import MadeObjects, as_array, as_torch
 from farandole.horovod.exchange.settings import check_groups, group_numbers, make_settings
 
 

@@ -13,15 +13,13 @@ from farandole.comm.world.session import Session
 from farandole.core.vocabulary import events
 from farandole.core.vocabulary.events import BucketFacts, BucketTimes, Event, Exchange, Phase, Started
 from farandole.horovod.exchange import step_watch
-from farandole.horovod.exchange.batch_phases import Finished, Mark
-from farandole.horovod.exchange.rounds import Round
-from farandole.horovod.exchange.step_watch import StepWatch
+from farandole.horovod.exchange.step_watch import Finished, Mark, Round, StepWatch
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
-from farandole.observe.format.rows import StepRow
-from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.step_recorder import EventWriter, StepBuilder, StepRecorder
-from farandole.train.stall.watcher import open_phases
+from farandole.observe.records.rows import StepRow
+from farandole.observe.records.step_recorder import EventWriter, StepBuilder, StepRecorder
+from farandole.observe.records.timeline_reader import read_events
+from farandole.train.stall_watcher import open_phases
 
 FACTS = (BucketFacts(4000, "none", ("kernel", "bias")),)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from farandole.core.environ.env import ElasticSettings
+from farandole.core.env import ElasticSettings
+from farandole.core.framing import FrameError
 from farandole.core.vocabulary.errors import LaunchError
-from farandole.core.wire.framing import FrameError
 from farandole.launch.elastic import control, workers
 from farandole.train.elastic import ControlConnection
 

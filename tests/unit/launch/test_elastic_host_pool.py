@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from farandole.core.framing import pack_frame
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import PLAN, Crash
-from farandole.core.wire.framing import pack_frame
 from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.worker_host import WorkerHost
 from farandole.launch.job.contract import JobSpec

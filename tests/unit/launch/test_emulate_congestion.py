@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from farandole.bench.measure.launch_ranks import Hosts
+from farandole.bench.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
-from farandole.launch.emulate import network
-from farandole.launch.emulate.network import NamespaceHolder, choose
+from farandole.launch import namespaces as network
+from farandole.launch.namespaces import NamespaceHolder, choose
 
 
 def machine(directory: Path, available: str, allowed: str | None) -> Path:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from farandole.core.environ import env
+from farandole.core import env
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
-from farandole.launch.emulate import network
-from farandole.launch.emulate.network import NamespaceHolder, Network, check_shape, describe_rate
-from farandole.launch.emulate.session import LinkChange, parse_script
+from farandole.launch import namespaces as network
+from farandole.launch.emulate import LinkChange, parse_script
 from farandole.launch.job.hosts import HostNamespaces, entering, read_namespaces, write_hosts
+from farandole.launch.namespaces import NamespaceHolder, Network, check_shape, describe_rate
 
 HOSTS = [HostNamespaces("host0", "10.0.0.1", 2, "eth0", 11), HostNamespaces("host1", "10.0.0.2", 1, "eth0", 12)]
 

@@ -23,7 +23,7 @@ from farandole.launch.start.request import JobRequest
 from farandole.launch.start.start import open_run, report_failure
 from farandole.launch.supervise.failure import Failure
 from farandole.launch.supervise.job_loop import Outcome
-from farandole.observe.format.line_file import LineFile
+from farandole.observe.records.line_file import LineFile
 
 
 @contextmanager

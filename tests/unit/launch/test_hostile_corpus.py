@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from farandole.core.framing import FrameError
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.core.wire.framing import FrameError
 from farandole.launch.job.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.schedulers import mpi, slurm
 from farandole.launch.schedulers.submission import SubmitSpec

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from farandole.core.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.core.host.interfaces import Address, choose, own_addresses, towards
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
-from farandole.core.wire.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
 from farandole.launch.ssh.agent.files import FileTaker, file_frames
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output

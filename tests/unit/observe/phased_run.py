@@ -27,7 +27,7 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 STEP = 0.068
 WALL = "2026-11-21T12:00:00+00:00"

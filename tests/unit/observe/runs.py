@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started, StepDone
-from farandole.observe.record.progress import Progress
-from farandole.observe.record.step_recorder import EventWriter, StepBuilder, StepRecorder
+from farandole.observe.records.progress import Progress
+from farandole.observe.records.step_recorder import EventWriter, StepBuilder, StepRecorder
 
 
 def make_run(

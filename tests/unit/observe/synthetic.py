@@ -30,7 +30,7 @@ from farandole.core.vocabulary.events import (
     StepDone,
     Traffic,
 )
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 WORK = ("data", "forward", "loss", "backward", "optimizer")
 

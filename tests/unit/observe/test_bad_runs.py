@@ -17,7 +17,7 @@ import pytest
 from farandole.cli.main import run
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.export.formats import export_run
-from farandole.observe.read import timeline_reader as sampling
+from farandole.observe.records import timeline_reader as sampling
 from farandole.observe.report.content import read
 from farandole.observe.report.page import render
 from farandole.observe.report.sections.curves import rates
@@ -125,7 +125,7 @@ WRITES_UNTIL_KILLED = """
 import os, sys, time
 from pathlib import Path
 from farandole.core.vocabulary.events import DataWait, Phase, Started, StepDone
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 import socket
 writer = StepRecorder([EventWriter(Path(sys.argv[1]), 0)])
 at = time.monotonic()

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from farandole.core.vocabulary.events import ClockOffset, DataWait, Exchange, Phase, Started, StepDone
 from farandole.observe.figures.step_parts import step_parts
-from farandole.observe.read.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
-from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.clock import DRIFT, ClockTrack, Ping, common_clock, estimate
+from farandole.observe.records.run_reader import read_run
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 HOUR = 3600.0
 delays = st.floats(1e-5, 0.5)

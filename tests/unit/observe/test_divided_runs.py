@@ -30,8 +30,8 @@ from farandole.core.vocabulary.events import (
 )
 from farandole.observe.diagnose import Diagnosis, diagnose
 from farandole.observe.figures.summary import summarise
-from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.run_reader import read_run
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 from .runs import progress_of
 

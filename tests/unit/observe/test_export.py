@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
-from farandole.cli.commands.formats.export import FORMATS as OFFERED
+from farandole.cli.commands.export import FORMATS as OFFERED
 from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.observe.export.chrome import Span, nested
 from farandole.observe.export.formats import FORMATS, export_run

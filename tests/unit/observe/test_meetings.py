@@ -10,7 +10,7 @@ import pytest
 from farandole.core.vocabulary.events import DataWait, Exchange, Setup, Started, StepDone
 from farandole.observe.diagnose import diagnose
 from farandole.observe.figures.summary import summarise
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 STEPS, COMPUTE_SECONDS, MEETING_SECONDS, MEETING_BYTES = 60, 0.05, 0.2, 8_000_000
 

@@ -10,7 +10,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import DataError
 from farandole.core.vocabulary.run_files import RUN
-from farandole.observe.read.run_reader import newest_run
+from farandole.observe.records.run_reader import newest_run
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import make_phased_run
 

@@ -28,7 +28,7 @@ from farandole.core.vocabulary.events import (
     StepDone,
 )
 from farandole.observe.diagnose import Diagnosis, diagnose
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 MICRO_BATCHES = 8
 STEPS = 40

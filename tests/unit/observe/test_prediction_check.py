@@ -14,8 +14,8 @@ from farandole.core.vocabulary.events import EVALUATION, OTHER, InnerExchange, P
 from farandole.observe.diagnose import compare
 from farandole.observe.figures.prediction_check import PredictionCheck, TermCheck
 from farandole.observe.figures.summary import Summary, summarise
-from farandole.observe.read.run_reader import read_run
-from farandole.observe.record.step_recorder import StepBuilder
+from farandole.observe.records.run_reader import read_run
+from farandole.observe.records.step_recorder import StepBuilder
 from farandole.observe.report.page import write_report
 from tests.unit.observe.synthetic import Machine, write_run
 

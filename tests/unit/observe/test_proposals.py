@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from farandole.cli.commands.run import make_parser
-from farandole.observe.diagnose.facts.proposals import command_with
-from farandole.observe.read.run_reader import RunRecords
+from farandole.observe.diagnose.finders.proposals import command_with
+from farandole.observe.records.run_reader import RunRecords
 
 SCRIPT = "python train.py --lr 0.1"
 

@@ -44,19 +44,18 @@ from farandole.core.vocabulary.events import (
     Traffic,
 )
 from farandole.observe.figures.summary import summarise
-from farandole.observe.format.rows import StepRow, divide, step_seconds
-from farandole.observe.read import timeline_reader
-from farandole.observe.read.timeline_reader import MOST_LINKS, RankTraffic, read_events
-from farandole.observe.record import host_sampler
-from farandole.observe.record import host_sampler as other_work
-from farandole.observe.record.host_sampler import HostSampling
-from farandole.observe.record.step_recorder import (
+from farandole.observe.records import host_sampler, timeline_reader
+from farandole.observe.records import host_sampler as other_work
+from farandole.observe.records.host_sampler import HostSampling
+from farandole.observe.records.rows import StepRow, divide, step_seconds
+from farandole.observe.records.step_recorder import (
     EXCHANGES_KEPT,
     PHASES_KEPT,
     EventWriter,
     StepBuilder,
     StepRecorder,
 )
+from farandole.observe.records.timeline_reader import MOST_LINKS, RankTraffic, read_events
 
 STARTED = Started(0, 2, "h", 1, 0, 100.0, "", "clock")
 

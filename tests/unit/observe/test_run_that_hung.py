@@ -11,7 +11,7 @@ import pytest
 from farandole.core.vocabulary.run_files import FAILURE, INTERRUPTED, RUN, SAVES, STALL, SavesAccount
 from farandole.launch.start.start import interruption_of
 from farandole.observe.diagnose.verdict import diagnose
-from farandole.observe.read.run_reader import how_it_failed, how_it_hung
+from farandole.observe.records.run_reader import how_it_failed, how_it_hung
 
 NOW = 1_000_000.0
 POSITIONS = [

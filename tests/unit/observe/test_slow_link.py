@@ -16,7 +16,7 @@ from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, to_text
 from farandole.observe.diagnose.finders import network
 from farandole.observe.figures.step_parts import WireTime
-from farandole.observe.format.rows import ExchangeRow, StepRow
+from farandole.observe.records.rows import ExchangeRow, StepRow
 from farandole.observe.report import content as report_run
 from farandole.observe.report.content import table_of_links
 from farandole.observe.report.page import write_report

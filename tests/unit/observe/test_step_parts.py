@@ -18,12 +18,12 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.diagnose.facts import step_table
+from farandole.observe.diagnose.finders import step_table
 from farandole.observe.figures.step_parts import SHARES, shares_of, step_parts
 from farandole.observe.figures.summary import summarise
-from farandole.observe.read.run_reader import read_run
-from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.step_recorder import EXCHANGES_KEPT, EventWriter, StepRecorder
+from farandole.observe.records.run_reader import read_run
+from farandole.observe.records.step_recorder import EXCHANGES_KEPT, EventWriter, StepRecorder
+from farandole.observe.records.timeline_reader import read_events
 from farandole.observe.report.content import mean_parts, read
 
 from .runs import progress_of

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from farandole.core.vocabulary.errors import DataError
 from farandole.core.vocabulary.events import DataWait, Exchange, Logged, Started, StepDone
 from farandole.observe.figures.summary import summarise
-from farandole.observe.format.line_file import LineFile
-from farandole.observe.read.timeline_reader import read_events
-from farandole.observe.record.progress import (
+from farandole.observe.records.line_file import LineFile
+from farandole.observe.records.progress import (
     MetricsWriter,
     TerminalProgress,
     latest_progress,
     progress_line,
 )
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.timeline_reader import read_events
 from tests.unit.observe.runs import make_run
 
 

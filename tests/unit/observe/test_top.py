@@ -15,7 +15,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import DataError
 from farandole.core.vocabulary.run_files import FAILURE, RUN, SUMMARY, events_path
-from farandole.observe.live import read_state
+from farandole.observe.figures.live import read_state
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, make_phased_run
 

@@ -10,8 +10,8 @@ import pytest
 
 from farandole.core.host.open_sockets import Key, borrowed, open_sockets
 from farandole.core.vocabulary.events import LinkTraffic, StepDone, Traffic
-from farandole.observe.record import host_sampler
-from farandole.observe.record.host_sampler import TrafficWatch, _Count, read_connections
+from farandole.observe.records import host_sampler
+from farandole.observe.records.host_sampler import TrafficWatch, _Count, read_connections
 
 
 def play(monkeypatch: pytest.MonkeyPatch, readings: list[dict[Key, _Count]], steps: list[float]) -> list[Traffic]:

@@ -6,7 +6,7 @@ import pytest
 
 from farandole.core.vocabulary.events import BACKWARD, BucketTimes, Phase
 from farandole.observe.figures.step_parts import WireTime, split_rows, split_waits, waits_of, wires_of
-from farandole.observe.format.rows import ExchangeRow, StepRow
+from farandole.observe.records.rows import ExchangeRow, StepRow
 
 
 def bucket(launch: float, begin: float, end: float) -> BucketTimes:

@@ -12,7 +12,7 @@ import torch
 from farandole.comm.device.accelerator import DeviceMemory
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.events import Sample, StepDone
-from farandole.observe.record.host_sampler import HostSampling
+from farandole.observe.records.host_sampler import HostSampling
 from farandole.parallel.instrument import device_marks as device_figures
 from farandole.parallel.instrument.device_marks import figures_of
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.parallel.frozen.frozen_weight import FrozenWeight
+from farandole.parallel.frozen_weight import FrozenWeight
 
 WIDTH = 64
 needs_transformers = pytest.mark.skipif(

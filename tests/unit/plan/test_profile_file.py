@@ -12,7 +12,7 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.memory import ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
-from farandole.plan.model.profile import (
+from farandole.plan.profile import (
     AttentionFacts,
     ExpertFacts,
     ModelProfile,
@@ -21,7 +21,7 @@ from farandole.plan.model.profile import (
     UnitGradient,
     UnitTimes,
 )
-from farandole.plan.model.profile_file import profile_from_mapping, profile_to_mapping, read_profile, write_profile
+from farandole.plan.profile_file import profile_from_mapping, profile_to_mapping, read_profile, write_profile
 
 _UNIT = ModelUnit(
     name="layers.0",

@@ -14,7 +14,7 @@ from farandole.parallel.blocks import repeated_blocks
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.memory import MemoryByCategory
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.train.analysis.analyse import analyse
 from farandole.train.memory import user_pass
 from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from farandole.plan.memory import PRECISIONS, RECOMPUTE
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.marks import find_marks
 from farandole.train.analysis.record import record

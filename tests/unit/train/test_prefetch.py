@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import farandole as fd
 from farandole.comm.device.streams import simulate_device
 from farandole.train import prefetch
-from farandole.train.data.ahead.ahead_thread import AheadThread
+from farandole.train.data.ahead_thread import AheadThread
 from farandole.train.prefetch import DeviceCopies
 from tests.simulated_device import Race, SimulatedDevice
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import farandole as fd
 from farandole.core.failures import Position
 from farandole.core.vocabulary.spec import Plan
-from farandole.train.stall.sampler import (
+from farandole.train.stall_sampler import (
     STILL_SAMPLES,
     Sampler,
     Stack,
@@ -28,7 +28,7 @@ from farandole.train.stall.sampler import (
     find_place,
     read_stack,
 )
-from farandole.train.stall.watcher import FIRST_STEPS, Pace, StallWatcher
+from farandole.train.stall_watcher import FIRST_STEPS, Pace, StallWatcher
 
 DEFAULT = Plan().stall_seconds
 
@@ -244,7 +244,7 @@ def test_what_an_interrupted_thread_does_is_not_where_it_stood(function: Any) ->
 
 
 def test_a_phase_is_open_inside_its_context_only() -> None:
-    from farandole.train.stall.watcher import open_phases
+    from farandole.train.stall_watcher import open_phases
 
     here = fd.init(progress=False)
     try:

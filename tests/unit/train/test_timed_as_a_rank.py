@@ -12,8 +12,8 @@ import torch
 
 from farandole.core.cluster.presets import preset_cluster
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.train.analysis.find_plan import as_a_rank_of
 from farandole.train.analysis.measure import neighbours
-from farandole.train.find_plan import as_a_rank_of
 
 
 def test_a_rank_of_a_measured_cluster_has_its_threads_and_neighbours() -> None:

@@ -12,14 +12,14 @@ import pytest
 
 from farandole.cli.commands.planner import tune
 from farandole.comm.autotune.profile import Look
-from farandole.core.environ.env import SETTINGS, TUNE, TuneSettings, changed_environment, read_tune_settings
+from farandole.core.env import SETTINGS, TUNE, TuneSettings, changed_environment, read_tune_settings
 from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.step_model.link import LinkModel
 from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.observe.figures.summary import read_tuning, trial_rows, tuning_page, verdict_of
-from farandole.observe.record.progress import progress_line
+from farandole.observe.records.progress import progress_line
 from farandole.train.data.worker_cores import LEAST_BATCHES, WorkerTrials
 from farandole.train.tune.decision import PatternSearch, StepBlock, TuneDecision, TuneLimits, bucket_grid
 from farandole.train.tune.online import _judge, layout_of, predicted_seconds, rank_by_prediction

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import farandole as fd
-from farandole.train.data.ahead.told_later import LoopWait
+from farandole.train.data.told_later import LoopWait
 from farandole.train.prefetch import WorkerChoice
 
 

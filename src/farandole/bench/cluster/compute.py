@@ -21,7 +21,7 @@ from ...core.step_model.prediction import CANDIDATES, CodecSpeed, slowest_speed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES
 from ...launch.doctor.facts import read_memory
-from ..measure.intervals import median_interval
+from ..intervals import median_interval
 from .rounds import Case, Samples, affordable, measured, rate_figure, sample, seconds_figure, slowest, timed
 
 # What each codec costs a rank here: the measurement of ``codec = "auto"``, repeated.
@@ -200,7 +200,7 @@ def _small(device: torch.device) -> Case:
 def _name(device: torch.device) -> str:
     if is_accelerator(device):
         return model_of(device)
-    from ..measure.machine import machine_facts
+    from ..machine import machine_facts
 
     threads = torch.get_num_threads()
     return f"{machine_facts()['processor']}, {threads} thread{'s' if threads > 1 else ''} a rank"

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 
 from ... import backend as _registered
-from ...comm.host_memory.memory import Unavailable
-from ...comm.host_memory.shared_tensor import SharedMemory, SharedTensor
+from ...comm.transport.host_memory import Unavailable
+from ...comm.transport.shared_tensor import SharedMemory, SharedTensor
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import OPERATIONS, CollectiveCost, Tier, collective_work
 from ...core.vocabulary.errors import ConfigError
-from ..collectives.routes import Connections, make_sums
+from ..own_routes import Connections, make_sums
 from .rounds import LEAST_ROUNDS, SAMPLE_SECONDS, Case, SizedExchange, affordable, fit_cost, sample, slowest, timed
 
 SIZES = (4 * 2**10, 32 * 2**10, 256 * 2**10, 2 * 2**20, 16 * 2**20)

@@ -25,10 +25,10 @@ from ...observe.figures.figures import mean
 from ...observe.figures.inexact import counted_steps
 from ...observe.figures.prediction_check import MeasuredTerm, measured_terms, predicted_of, why_no_test
 from ...observe.figures.step_parts import StepParts, rows_by_step, step_parts, wires_of
-from ...observe.format.rows import StepRow
-from ...observe.read.clock import are_comparable
-from ...observe.read.run_reader import RunRecords, read_run
-from ...observe.read.timeline_reader import RankTimeline
+from ...observe.records.clock import are_comparable
+from ...observe.records.rows import StepRow
+from ...observe.records.run_reader import RunRecords, read_run
+from ...observe.records.timeline_reader import RankTimeline
 from ...plan.refit import LEAST_CHANGE, Observation, Refit, figures_below, note_runs, refit
 
 LEAST_STEPS = 10

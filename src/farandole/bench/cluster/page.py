@@ -12,8 +12,8 @@ from ...core.cluster.cluster import Cluster, CodecCost, Coefficient, FigureChang
 from ...core.cluster.limits import FieldPath, check_cluster, decode
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
-from ..measure.intervals import format_table
-from ..measure.launch_ranks import account_of, follow_job, refusal, remove_unless_failed
+from ..intervals import format_table
+from ..launch_ranks import account_of, follow_job, refusal, remove_unless_failed
 
 _FREE_SECONDS_PER_BYTE = 1e-14
 """100 TB/s: what no memory gives."""

@@ -22,7 +22,7 @@ from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster.cluster import Coefficient, CollectiveCost
 from ...core.step_model.link import LinkModel, fit_link
-from ..measure.intervals import median_interval
+from ..intervals import median_interval
 
 # The time of a measurement, divided among phases as they begin. No torch.
 

@@ -27,7 +27,7 @@ from ...core.cluster.cluster import Cluster, Coefficient
 from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown
-from ..measure.machine import machine_facts
+from ..machine import machine_facts
 from .compute import measure_codec_costs, measure_device
 from .exchanges import SIZES, Run, elements_of, measure_tiers, open_tiers
 from .rounds import (

@@ -17,11 +17,11 @@ from ...core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from ...core.vocabulary.run_files import hide_secrets
 from ...observe.figures.figures import efficiency, standard_deviation, throughput
 from ...observe.figures.step_parts import shares_of, step_parts
-from ...observe.read.run_reader import read_run
-from ...observe.read.timeline_reader import RankTimeline
-from ..measure.intervals import nested_interval, nested_ratio
-from ..measure.launch_ranks import STOPPED, Say, remove_unless_failed, run_here
-from ..measure.machine import busy_note, machine_facts
+from ...observe.records.run_reader import read_run
+from ...observe.records.timeline_reader import RankTimeline
+from ..intervals import nested_interval, nested_ratio
+from ..launch_ranks import STOPPED, Say, remove_unless_failed, run_here
+from ..machine import busy_note, machine_facts
 
 # Which runs the scaling benchmark makes: the user's command at each size, weak and strong.
 

@@ -9,8 +9,8 @@ from typing import Any
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import write_private
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
-from ..measure.intervals import format_table
-from ..measure.machine import machine_line
+from ..intervals import format_table
+from ..machine import machine_line
 from .scaling import to_words
 
 HEAD = (

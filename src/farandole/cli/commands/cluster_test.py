@@ -7,8 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...bench.cluster_test.cluster_test import Proof, prove
-from ...bench.device_test.device_test import prove_device
+from ...bench.cluster_test import Proof, prove
+from ...bench.device_test import prove_device
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_seconds

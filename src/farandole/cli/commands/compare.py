@@ -32,7 +32,7 @@ def _runs(options: argparse.Namespace) -> tuple[Path, Path]:
         return Path(options.first), Path(options.second)
     if options.first is not None:
         raise ConfigError("compare: one run was given", remedy=f"farandole compare {options.first} runs/ANOTHER")
-    from ...observe.read.run_reader import RUNS, runs_by_start
+    from ...observe.records.run_reader import RUNS, runs_by_start
 
     newest = runs_by_start()[-2:]
     if len(newest) < 2:

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     name, directory = _dataset(options.dataset)
     if options.steps is not None and options.steps < 4:
         raise ConfigError(f"--steps {options.steps}: expected at least 4")
-    from ...bench.demo.demo import run_demo
+    from ...bench.demo import run_demo
 
     def say(line: str) -> None:
         sys.stderr.write(line + "\n")

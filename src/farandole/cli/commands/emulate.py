@@ -77,8 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    from ...launch.emulate.network import Network, become_root_here, check_shape, choose, describe_rate, has_delay
-    from ...launch.emulate.session import parse_script, run_session
+    from ...launch.emulate import parse_script, run_session
+    from ...launch.namespaces import Network, become_root_here, check_shape, choose, describe_rate, has_delay
 
     options = make_parser().parse_args(arguments)
     between = _parse_pairs(options.rate_between)

@@ -124,7 +124,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.global_batch:
         raise ConfigError("--global-batch is for --find", remedy="add --find, or leave it out")
 
-    from ...bench.measure.intervals import format_table
+    from ...bench.intervals import format_table
     from ...train.analysis.estimate import estimate
 
     result = estimate(

@@ -131,7 +131,7 @@ def _search(options: argparse.Namespace) -> int:
         "out": check_output("--out", options.out),
     }
     _check(options, chosen)
-    from ...train.find_plan import find_plan
+    from ...train.analysis.find_plan import find_plan
 
     answer = find_plan(
         options.target, options.batch, cluster=options.cluster, ranks=options.gpus, profile=options.profile,

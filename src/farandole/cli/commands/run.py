@@ -12,8 +12,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.environ.env import BACKEND, RECORD, VERBOSE, inherited_environment
-from ...core.environ.job_plan import read_plan
+from ...core.env import BACKEND, RECORD, VERBOSE, inherited_environment
+from ...core.job_plan import read_plan
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.rules import check
 from ...core.vocabulary.text import write_notice
@@ -190,7 +190,7 @@ def _say(lines: Iterable[str]) -> None:
 
 
 def _latest_progress(directory: Path) -> str | None:
-    from ...observe.record.progress import latest_progress
+    from ...observe.records.progress import latest_progress
 
     return latest_progress(directory)
 

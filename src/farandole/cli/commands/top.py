@@ -24,7 +24,7 @@ from ..main import parser
 from ..options.output_file import NEWEST, run_or_newest
 
 if TYPE_CHECKING:
-    from ...observe.live import RunState
+    from ...observe.figures.live import RunState
 
 _EXAMPLES = """\
   farandole top                                          # the newest run in runs/
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     there = _REMOTE.fullmatch(options.run or "")
     if there and not Path(options.run).exists():
         return _over_ssh(options, there["host"], there["path"])
-    from ...observe.live import read_state
+    from ...observe.figures.live import read_state
 
     run = run_or_newest(options.run)
     state = read_state(run)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 def _print(state: RunState) -> None:
     from rich.console import Console
 
-    from ...observe.live import render
+    from ...observe.figures.live import render
 
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else _PIPE_COLUMNS
     Console(width=columns, highlight=False).print(render(state, columns))
@@ -93,7 +93,7 @@ def _watch(run: Path, every_seconds: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from ...observe.live import read_state, render
+    from ...observe.figures.live import read_state, render
 
     console = Console(highlight=False)
     with _keys() as pressed, Live(console=console, auto_refresh=False, transient=False) as live:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...core.environ.env import inherited_environment
+from ...core.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.run_files import VERIFY
 from ...launch.output import OutputStyle

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...core.environ.env import inside_lsf
-from ...core.environ.job_plan import PlanRequest, stall_warnings
+from ...core.env import inside_lsf
+from ...core.job_plan import PlanRequest, stall_warnings
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import did_you_mean, install_command
 from .horovod_flags import FLAGS, Flag, typed_flags

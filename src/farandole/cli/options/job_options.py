@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ...core.environ.env import BACKENDS
-from ...core.environ.job_plan import read_plan
+from ...core.env import BACKENDS
+from ...core.job_plan import read_plan
 from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
 from ...core.vocabulary.rules import check
 from ...core.vocabulary.spec import Plan

@@ -42,7 +42,7 @@ def run_or_newest(name: str | None) -> Path:
     """Return the run directory `name`; the newest where none was given, which is said then."""
     if name is not None:
         return Path(name)
-    from ...observe.read.run_reader import newest_run
+    from ...observe.records.run_reader import newest_run
 
     found = newest_run()
     write_notice(f"the newest run: {found}")

@@ -26,7 +26,7 @@ from functools import partial
 
 import torch
 
-from ...core.environ.env import is_verbose
+from ...core.env import is_verbose
 from ...core.step_model.bucket_plan import BucketPlan
 from ...core.step_model.link import LinkModel, sum_seconds
 from ...core.step_model.prediction import (

@@ -16,9 +16,9 @@ from ...core.step_model.prediction import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..codecs.registry import make_codec
 from ..device.streams import streams_of
-from ..host_memory.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
 from ..messages import GroupRank, Message, as_encoding, simulate
 from ..transport.rank_group import RankGroup
+from ..transport.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
 from ..transport.transport import Transport
 
 # Whether the link is to be measured again: asked by each rank, answered for all, with every encoded exchange.

@@ -21,14 +21,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ...core.environ.env import read_meeting_address
+from ...core.env import read_meeting_address
 from ...core.launchers.rank_variables import read_rank_variables
 from ...core.vocabulary.errors import Mismatch, Stalled
 from ...core.vocabulary.text import name_ranks
 from ..device.streams import untraced
-from ..host_memory.memory import Unavailable, find_peers
-from ..named_ops.data.reductions import HostGroups, host_groups
+from ..named_ops.reductions import HostGroups, host_groups
 from ..transport.group_messages import FrameTransport
+from ..transport.host_memory import Unavailable, find_peers
 from ..world.comm_errors import translate_error, translated
 from ..world.connect import agree_on_start, watch_forks
 from ..world.forks import refuse_spawned_worker

@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.environ.env import SECRET, read_job_secret
+from ...core.env import SECRET, read_job_secret
 from ...core.vocabulary.errors import CommError, Mismatch
 from ..transport.connect import HELLO, Callers, Connection, Door, call_rank
 from ..transport.group_messages import FrameTransport

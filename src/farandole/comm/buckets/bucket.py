@@ -29,9 +29,9 @@ from ..collectives import start_all_reduce
 from ..device.streams import HostCopy, streams_of
 from ..gradients.grad_ownership import FlatGradients, replace_grad
 from ..gradients.parameters import Layout, square_sum
-from ..host_memory.shared_tensor import SharedMemory, SharedTensor
 from ..routes import Route
 from ..sessions.units import CodedFlat
+from ..transport.shared_tensor import SharedMemory, SharedTensor
 
 # How ranks notice in a sum that they have made different numbers of steps. See [Note: one step off].
 

@@ -29,11 +29,11 @@ from ..codecs.registry import (
     why_useless,
 )
 from ..gradients.parameters import Layout, ParameterTable, RowBlocks
-from ..host_memory.shared_tensor import Unavailable
 from ..routes import Route
 from ..rows.row_exchange import RowExchange
 from ..sessions import saved_state
 from ..sessions.units import CodedFlat
+from ..transport.shared_tensor import Unavailable
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
 from .bucket import MARKS, Bucket, DenseBucket, SparseBucket

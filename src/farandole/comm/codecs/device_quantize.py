@@ -16,7 +16,7 @@ from functools import cached_property
 
 import torch
 
-from ...core.environ.env import native_loops_are_wanted
+from ...core.env import native_loops_are_wanted
 from ...core.vocabulary.text import write_notice
 from ..device.block_launches import LARGEST_BLOCK, MOST_BYTES, BlockKernels, can_run
 from ..device.streams import streams_of

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ...core.environ.env import read_cache_directory
+from ...core.env import read_cache_directory
 from ...core.vocabulary.run_files import write_private
 from ...version import VERSION
 from .accelerator import GPU, nccl_version

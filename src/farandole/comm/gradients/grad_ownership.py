@@ -35,8 +35,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ..device.streams import has_streams
-from ..host_memory.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
 from ..messages import accumulates_in_fp32
+from ..transport.shared_tensor import DeviceSlices, DeviceSliceTensor, SharedMemory, SharedTensor
 from .parameters import Layout
 
 # The factor of a `GradScaler` on the losses: residuals are in units of it.

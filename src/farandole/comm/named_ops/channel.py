@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from ...core.wire.framing import HEADER, FrameBuffer, FrameError
+from ...core.framing import HEADER, FrameBuffer, FrameError
 
 NUMBER_MASK = 0xFFFFFF
 LARGEST_FRAME_BYTES = 64 * 2**20

@@ -27,9 +27,9 @@ from collections.abc import Sequence
 from ...core.vocabulary.errors import ConfigError
 from ..device.streams import streams_of
 from ..world.world import World
-from .control.controller import Controller
-from .data.inline import is_small
-from .matching import matcher as validation
+from . import matcher as validation
+from .controller import Controller
+from .inline import is_small
 from .operations import (
     EVERYBODY,
     Group,

@@ -29,7 +29,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from ...core.environ.env import native_loops_are_wanted, read_cache_directory
+from ...core.env import native_loops_are_wanted, read_cache_directory
 from ...core.host.installed import C, find_compiler
 
 FLAGS = (

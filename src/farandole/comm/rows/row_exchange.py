@@ -22,11 +22,11 @@ import torch
 
 from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary.codec_spec import CodecSpec
-from ..host_memory.shared_tensor import SharedRegion, SharedTensor
 from ..messages import accumulates_in_fp32, sum_into
 from ..routes import Route
 from ..transport.comm_thread import ITEM_TAGS, BucketWork, SegmentWork
 from ..transport.rank_group import PieceExchange
+from ..transport.shared_tensor import SharedRegion, SharedTensor
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .row_coding import CodedSums, RowPlace

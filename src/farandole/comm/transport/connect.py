@@ -23,11 +23,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
-from ...core.environ.env import SECRET, read_job_secret
+from ...core.env import SECRET, read_job_secret
+from ...core.framing import HEADER
 from ...core.host.open_sockets import available_congestion_controls
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 from ...core.vocabulary.text import name_ranks
-from ...core.wire.framing import HEADER
 from ..world.rendezvous import own_address
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World

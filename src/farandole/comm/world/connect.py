@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.environ.env import BACKENDS, nccl_host, read_backend, read_elastic_settings
+from ...core.env import BACKENDS, nccl_host, read_backend, read_elastic_settings
 from ...core.failures import first_line
 from ...core.host.stacks import OutermostHook
 from ...core.launchers.rank_variables import RankVariables, how_to_start_all, read_rank_variables

@@ -27,8 +27,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ...core.environ import env
-from ...core.environ.env import read_nonce
+from ...core import env
+from ...core.env import read_nonce
 from ...core.failures import first_line
 from ...core.launchers.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.environ.env import read_nonce
+from ...core.env import read_nonce
 from ...core.host.stacks import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError, PlanError

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..environ.env import read_command_path
+from ..env import read_command_path
 
 # Compilers on this host, by the names of their programs.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..environ.env import allocator_is_tuned
+from ..env import allocator_is_tuned
 from ..vocabulary.units import format_bytes
 
 _PROC = Path("/proc")

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..environ.env import read_run_settings
+from ..env import read_run_settings
 from ..launchers.rank_variables import read_rank_variables
 from ..vocabulary.errors import ConfigError, FarandoleError
 from ..vocabulary.run_files import Crash, stacks_path

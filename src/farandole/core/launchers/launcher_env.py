@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..environ.env import read_number
+from ..env import read_number
 from ..vocabulary.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..environ.env import GENERATION, NONCE, own_environment, read_number, variables
+from ..env import GENERATION, NONCE, own_environment, read_number, variables
 from ..vocabulary.errors import ConfigError
 from .launcher_env import FIRST_PORT, LOOPBACK, PORTS, LauncherEnv, RankNames, read_first
 from .slurm import SLURM, in_slurm_step

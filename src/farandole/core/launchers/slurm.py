@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from itertools import product
 
-from ..environ.env import read_number
+from ..env import read_number
 from ..vocabulary.errors import ConfigError
 from .launcher_env import FIRST_PORT, LOOPBACK, PORTS, LauncherEnv, NodeInfo, RankNames, read_first, read_whole
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...comm.codecs.registry import can_have, choose_codec, pattern_for
-from ...core.environ.job_plan import JobPlan
+from ...core.job_plan import JobPlan
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan

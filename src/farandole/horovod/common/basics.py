@@ -19,8 +19,8 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.environ.env import read_backend, read_elastic_settings
-from ...core.environ.job_plan import HorovodVariables, JobPlan, plan_with_requests, read_horovod_variables
+from ...core.env import read_backend, read_elastic_settings
+from ...core.job_plan import HorovodVariables, JobPlan, plan_with_requests, read_horovod_variables
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
 from .process_sets import ProcessSet, register_at_start, static_process_sets

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ...comm.named_ops.engine import NamedOpsEngine
     from ...comm.world.world import World
-    from ...core.environ.job_plan import HorovodVariables, JobPlan
+    from ...core.job_plan import HorovodVariables, JobPlan
     from ...observe.export.operation_timeline import OperationTimeline
     from .layout import Layout
 

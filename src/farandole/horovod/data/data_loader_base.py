@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from ...train.data.ahead.ahead_thread import AheadThread
+from ...train.data.ahead_thread import AheadThread
 
 
 class BaseDataLoader:

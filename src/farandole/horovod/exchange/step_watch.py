@@ -16,17 +16,29 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from ...comm.named_ops.operations import Ticket, Travel
 from ...comm.world.world import World
 from ...core.vocabulary import events
-from ...core.vocabulary.events import BucketFacts, BucketLayout, Event, Logged
+from ...core.vocabulary.codec_spec import AUTO, NONE
+from ...core.vocabulary.events import (
+    BucketFacts,
+    BucketLayout,
+    BucketTimes,
+    DataWait,
+    Event,
+    Exchange,
+    Logged,
+    Phase,
+)
 from ...core.vocabulary.text import write_notice
 from ...parallel.instrument.training_facts import TrainingFacts, facts_of
 from ...train.data.loader_watch import pause_loaders, watch_loaders
-from ...train.stall.watcher import open_phases
+from ...train.stall_watcher import open_phases
 from ..common.running import find_running
-from .batch_phases import Finished, Mark, OpenBatch, before_exchange, phase, without_exchange
 
 _MOST_ROUNDS = 4096
 """Rounds of one batch: a batch with more was never ended, by an error in it."""
@@ -302,3 +314,286 @@ def tell(step: Callable[[StepWatch], object], front_end: str = "") -> None:
             step(watch)
 
     quietly(told)
+
+
+# One exchange of all gradients of an optimizer or a tape, for the records: when each bucket left and was back.
+#
+# [Note: a round] Gradients of one step travel in several operations, which the engine completes one by one. They
+# are one round, and one exchange of the records, once all of them are back. Its wait begins when the last bucket
+# has left: then this rank has computed all gradients. Operations that are waited for where they are called
+# (outside graphs, and without the kernel in C++) leave one after the other; of those only the whole is known, as
+# one bucket, and all of its time is a wait.
+
+
+class RoundPart(NamedTuple):
+    """One operation of a round."""
+
+    round: Round
+    place: int
+
+    def submitted(self) -> None:
+        """It is handed to the engine now."""
+        self.round.submitted(self.place, time.monotonic())
+
+    def arrived(self, ticket: Ticket) -> None:
+        """Its result is there; to be called before those who wait for it go on."""
+        quietly(lambda: self.round.arrived(self.place, ticket.travel()))
+
+
+class Round:
+    """What is known of one round, each time that it takes place. See [Note: a round]."""
+
+    def __init__(self, name: str, *, one_by_one: bool, front_end: str) -> None:
+        """`name`: of the optimizer or tape; `one_by_one`: whether operations are waited for where they are called.
+
+        `front_end`: one of `events.FRONT_ENDS`.
+        """
+        self.name = name
+        self._one_by_one = one_by_one
+        self._front_end = front_end
+        self._facts: list[BucketFacts] = []
+        self._is_complete = False
+        self._launches: dict[int, float] = {}
+        self._travels: dict[int, Travel] = {}
+
+    def add(self, nbytes: int, codec: str, parameters: tuple[str, ...]) -> RoundPart:
+        """Add an operation: bytes of its gradients (0 of sparse ones), how it travels, and whose they are."""
+        self._facts.append(BucketFacts(nbytes, codec, parameters))
+        return RoundPart(self, len(self._facts) - 1)
+
+    def all_added(self) -> None:
+        """Say that no more is added. Outside graphs the operations have taken place already."""
+        self._is_complete = True
+        if self._facts:
+            quietly(self._begin)
+
+    def submitted(self, place: int, at_seconds: float) -> None:
+        """Operation `place` is handed to the engine."""
+        if place in self._launches:  # the round before was never complete: an operation of it has failed
+            self._launches, self._travels = {}, {}
+        self._launches[place] = at_seconds
+
+    def arrived(self, place: int, travel: Travel) -> None:
+        """Operation `place` is back."""
+        if place not in self._launches:
+            return
+        self._travels[place] = travel
+        self._finish()
+
+    def _begin(self) -> None:
+        # A batch is a step only with an exchange, from now on.
+        tell(lambda watch: watch.expect_exchanges(), self._front_end)
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._is_complete or len(self._travels) < len(self._facts):
+            return
+        launches, travels = self._launches, self._travels
+        self._launches, self._travels = {}, {}
+        facts = [_as_travelled(self._facts[place], travels[place]) for place in range(len(self._facts))]
+        if self._one_by_one:
+            times = _together(facts, launches, travels)
+            wait_begin = times[0].launch_seconds
+            facts = [_merged(facts)]
+        else:
+            times = [_times(facts[place], launches[place], travels[place]) for place in range(len(facts))]
+            wait_begin = max(launches.values())
+        end = max(each.end_seconds for each in times)
+        exchange = Exchange(
+            tuple(each.launch_seconds for each in times),
+            min(wait_begin, end),
+            end,
+            sum(each.sent_bytes for each in times),
+            tuple(times),
+        )
+        finished = Finished(self.name, tuple(facts), exchange)
+        tell(lambda watch: watch.exchanged(finished), self._front_end)
+
+
+def _as_travelled(facts: BucketFacts, travel: Travel) -> BucketFacts:
+    """Return the facts with the codec that the engine chose."""
+    return replace(facts, codec=travel.codec or NONE) if facts.codec == AUTO else facts
+
+
+def _times(facts: BucketFacts, launch: float, travel: Travel) -> BucketTimes:
+    begin = max(launch, travel.begin_seconds)
+    return BucketTimes(
+        facts.nbytes,
+        travel.sent_bytes,
+        None,  # no more is known than that all of its gradients were ready when it left
+        launch,
+        launch,
+        min(begin, travel.end_seconds),
+        travel.end_seconds,
+        travel.wait_seconds,
+        travel.codec_seconds,
+        travel.rounds,
+    )
+
+
+def _together(
+    facts: list[BucketFacts], launches: dict[int, float], travels: dict[int, Travel]
+) -> list[BucketTimes]:
+    """Return the round as one bucket."""
+    launch = min(launches.values())
+    sums = [sum(values) for values in zip(*((t.sent_bytes, t.wait_seconds, t.codec_seconds, t.rounds)
+                                            for t in travels.values()), strict=True)]  # fmt: skip
+    begin = max(launch, min(travel.begin_seconds for travel in travels.values()))
+    end = max(travel.end_seconds for travel in travels.values())
+    return [
+        BucketTimes(
+            sum(each.nbytes for each in facts), int(sums[0]), None, launch, launch, begin, end, sums[1], sums[2],
+            int(sums[3]),
+        )
+    ]  # fmt: skip
+
+
+def _merged(facts: list[BucketFacts]) -> BucketFacts:
+    codecs = {each.codec for each in facts if each.nbytes}
+    parameters = tuple(name for each in facts for name in each.parameters)
+    return BucketFacts(sum(each.nbytes for each in facts), min(codecs, default="none"), parameters)
+
+
+# Phases of one call of Keras's train function, from marks and exchanges: as events, without a state.
+#
+# [Note: what is told apart] With marks, of a batch: waiting for data from the begin of its graph (or the call of
+# the train function, where no mark tells it) until the batch is there, forward until the loss is known, backward
+# until the last gradients have left, the wait for the exchange, and from then until the end of the batch the
+# optimizer, with what else Keras does there (metrics). Where a mark is missing, what it would part is `UNDIVIDED`
+# (with the wait for data) or `COMPUTING` (without). A call that makes a graph takes long before it asks for the
+# batch: without the mark of its begin, the wait for data is not known.
+#
+# [Note: several steps of a call] With ``steps_per_execution`` nothing tells when the optimizer of one step was
+# done and the wait for the next batch began. A batch that was there before the exchange of the step before was
+# over was not waited for. Otherwise the time from then until the batch was there is `UNDIVIDED`.
+
+
+class Finished(NamedTuple):
+    """A round of exchanges that is complete."""
+
+    name: str
+    facts: tuple[BucketFacts, ...]
+    exchange: Exchange
+
+
+class Mark(NamedTuple):
+    """What a batch told of itself on its way."""
+
+    batch_seconds: float | None
+    """When the batch was there. None: not known."""
+    loss_seconds: float | None
+    """When its loss was known. None: not known."""
+    samples: int = 0
+    """Rows of the batch; 0: not known."""
+    asked_seconds: float | None = None
+    """When its graph began, and asked for it. None: not known."""
+
+
+_NO_MARK = Mark(None, None)
+
+
+@dataclass
+class OpenBatch:
+    """One call of Keras's train function."""
+
+    begin_seconds: float
+    first: int
+    """The number of its first step in the epoch."""
+    finished: list[Finished] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    asked_seconds: float | None = None
+    """When the train function was called, after the callbacks of the batch's begin."""
+    has_traced: bool = False
+    """Whether a graph was made in it."""
+    optimizer_seconds: float | None = None
+    """When the optimizer was done, where that is known."""
+
+    def loss_is_known(self, at_seconds: float, *, had_batch: bool) -> None:
+        """Note a loss outside graphs. `had_batch`: whether the data were there when the batch began."""
+        if self.marks and self.marks[-1].loss_seconds is None:
+            self.marks[-1] = self.marks[-1]._replace(loss_seconds=at_seconds)
+        else:
+            self.marks.append(Mark(self.begin_seconds if had_batch else None, at_seconds))
+
+    def add_marks(self, found: list[Mark]) -> None:
+        """Add what graphs have told."""
+        self.marks += found
+        if self.has_traced:
+            self.marks = [
+                mark._replace(batch_seconds=None) if mark.asked_seconds is None else mark for mark in self.marks
+            ]
+
+
+def before_exchange(batch: OpenBatch, begin: float, until: float, mark: Mark | None) -> Iterator[Event]:
+    """Yield what one step of a batch does until its exchange. See [Note: several steps of a call].
+
+    Args:
+        batch: the call.
+        begin: when the exchange of the step before was over; of the first step, when the batch began.
+        until: when the last gradients have left.
+        mark: of this step; None: there is none.
+    """
+    is_first = begin == batch.begin_seconds
+    mark = mark or _NO_MARK
+    there, known = mark.batch_seconds, mark.loss_seconds
+    has_waited = is_first or there is None or there > begin
+    there = there if has_waited else begin
+    if not _is_ordered(begin, there, known, until):
+        there = known = None  # a mark of something else
+    if there is None:
+        yield Logged(samples=mark.samples)
+        yield from phase(events.UNDIVIDED, begin, until if known is None else known)
+    elif is_first:
+        yield from _waited(batch, mark, there, mark.samples)
+    else:
+        yield from phase(events.UNDIVIDED, begin, there)
+        yield DataWait(there, there, mark.samples)
+    if there is not None:  # where it was not waited for, the optimizer of the step before is in it
+        name = events.FORWARD if has_waited and known is not None else events.COMPUTING
+        yield from phase(name, there, until if known is None else known)
+    if known is not None:
+        yield from phase(events.BACKWARD, known, until)
+
+
+def without_exchange(batch: OpenBatch, end: float) -> Iterator[Event]:
+    """Yield what a call did in which nothing was exchanged: a pass of several, or a step of one rank."""
+    begin, told = batch.begin_seconds, batch.marks
+    first = told[0] if told else _NO_MARK
+    there, known = first.batch_seconds, first.loss_seconds
+    if not _is_ordered(begin, there, known, end):
+        there = known = None
+    yield Logged(samples=sum(mark.samples for mark in told))
+    if there is None:
+        yield from phase(events.UNDIVIDED, begin, end if known is None else known)
+    else:
+        yield from _waited(batch, first, there, 0)
+        yield from phase(events.FORWARD, there, there if known is None else known)
+    since = next((each for each in (known, there) if each is not None), end)
+    name = events.UNDIVIDED if _wait_inside(told) else events.COMPUTING
+    yield from phase(name, since, batch.optimizer_seconds or end)
+
+
+def phase(name: str, begin: float, end: float) -> Iterator[Event]:
+    """Yield a phase, if it has a length."""
+    if end > begin:
+        yield Phase(name, begin, end)
+
+
+def _is_ordered(begin: float, there: float | None, known: float | None, until: float) -> bool:
+    times = [begin, *(each for each in (there, known) if each is not None), until]
+    return times == sorted(times)
+
+
+def _waited(batch: OpenBatch, mark: Mark, there: float, samples: int) -> Iterator[Event]:
+    called = batch.asked_seconds or batch.begin_seconds
+    asked = min(max(called, mark.asked_seconds or called), there)
+    if there > asked or samples:
+        yield DataWait(asked, there, samples)
+
+
+def _wait_inside(told: list[Mark]) -> bool:
+    """Return whether a later batch of a call may have been waited for: the loss before it was known earlier."""
+    return any(
+        later.batch_seconds is None or before.loss_seconds is None or later.batch_seconds > before.loss_seconds
+        for before, later in itertools.pairwise(told)
+    )

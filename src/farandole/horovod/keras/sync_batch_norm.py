@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from ...core.environ.env import read_elastic_settings
+from ...core.env import read_elastic_settings
 from ..common.basics import basics
 from ..common.reductions import Sum
 from ..exchange.names import next_name

@@ -8,11 +8,10 @@ from typing import Any
 
 from ..common import objects
 from ..common.process_sets import ProcessSet, global_process_set
-from ..exchange.arrays import broadcast_arrays
-from ..exchange.names import label_of
+from ..exchange.names import broadcast_arrays, label_of
 from .errors import refuse_session, session_refused, translated
 from .installed import tf
-from .ops.broadcast import broadcast
+from .ops.allreduce import broadcast
 from .ops.inputs import list_of_variables, not_converted
 
 

@@ -20,22 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from ...core.environ.env import read_elastic_settings
+from ...core.env import read_elastic_settings
 from ...core.vocabulary.codec_spec import NONE
 from ..common.operations import set_number
 from ..common.reductions import Adasum, Sum
 from ..exchange import step_watch
-from ..exchange.batch_phases import Mark
-from ..exchange.buckets import FlatBucket
-from ..exchange.layouts import Place, layouts
-from ..exchange.rounds import Round
+from ..exchange.layouts import FlatBucket, Place, layouts
 from ..exchange.settings import GradientSettings
-from ..exchange.step_watch import quietly, tell
+from ..exchange.step_watch import Mark, Round, quietly, tell
 from ..named_gradients import NamedGradients, Sent
-from .calls.call import OperationCall
-from .calls.library import Library, find_library
+from .calls.call import Library, OperationCall, find_library
 from .calls.run import name_here, run_plain
-from .calls.tensors import torch_type
+from .calls.scalars import torch_type
 from .errors import translated
 from .installed import tf
 from .ops.inputs import size_of

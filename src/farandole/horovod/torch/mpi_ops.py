@@ -28,33 +28,37 @@ from ..common.util import (
 from .compression import Compression
 from .ops.allgather import (
     HorovodAllgather,
+    HorovodAlltoall,
     HorovodGroupedAllgather,
+    HorovodGroupedReducescatter,
+    HorovodReducescatter,
     allgather,
     allgather_async,
+    alltoall,
+    alltoall_async,
     grouped_allgather,
     grouped_allgather_async,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+    sparse_allreduce_async,
 )
-from .ops.allreduce import HorovodAllreduce, allreduce, allreduce_, allreduce_async, allreduce_async_
-from .ops.alltoall import HorovodAlltoall, alltoall, alltoall_async
-from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
-from .ops.grouped_allreduce import (
+from .ops.allreduce import (
+    HorovodAllreduce,
     HorovodGroupedAllreduce,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
+from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
 from .ops.handles import handles, poll, synchronize
-from .ops.reducescatter import (
-    HorovodGroupedReducescatter,
-    HorovodReducescatter,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    reducescatter,
-    reducescatter_async,
-)
-from .ops.sparse import sparse_allreduce_async
-from .optim.join import barrier, join
+from .optim.joining import barrier, join
 
 _basics = basics
 _handle_map = handles.pending

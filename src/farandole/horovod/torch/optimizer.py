@@ -50,8 +50,7 @@ from .mpi_ops import (  # noqa: F401 - the same
 )
 from .ops.allreduce import ReduceOptions, begin_allreduce
 from .optim.adasum_optimizer import make_adasum_optimizer
-from .optim.applied_plan import clip_gradients, refuse_for_adasum
-from .optim.gradient_exchange import GradientExchange, Settings
+from .optim.gradient_exchange import GradientExchange, Settings, clip_gradients, refuse_for_adasum
 from .optim.optimizer_names import EARLY, Names, check_passes, choose_groups, find_duplicates, name_parameters
 
 # Attributes of Horovod's distributed optimizer that programs read beside its methods; most are private there.

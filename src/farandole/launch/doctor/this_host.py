@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...core.environ.env import read_ssh_connection, set_variables
+from ...core.env import read_ssh_connection, set_variables
 from ...core.host.installed import package_version, working_directory_commit
 from ...core.host.interfaces import Address, own_addresses, towards
 from ...core.host.open_sockets import congestion_control

@@ -15,7 +15,7 @@ import secrets
 import struct
 from typing import Any
 
-from ...core.wire.framing import (
+from ...core.framing import (
     MAC_BYTES,
     FrameError,
     StreamSigner,

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
-from ...core.environ import env
+from ...core import env
 from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import Crash

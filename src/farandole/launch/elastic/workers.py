@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.environ import env
+from ...core import env
+from ...core.framing import FrameError, StreamSigner, StreamVerifier
 from ...core.launchers.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import read_crashes
-from ...core.wire.framing import FrameError, StreamSigner, StreamVerifier
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..supervise.failure import Exit, out_of_memory_kills
 from ..supervise.process import RankProcess, start_rank

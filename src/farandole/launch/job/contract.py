@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...core.environ import env
+from ...core import env
 from ...core.launchers.launcher_env import LOOPBACK
 from ...core.launchers.rank_variables import RankVariables, write_rank_variables
 from ...core.vocabulary.errors import ConfigError

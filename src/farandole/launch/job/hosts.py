@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ...core.environ import env
+from ...core import env
 from ...core.host.sanitize import quoted
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.text import did_you_mean

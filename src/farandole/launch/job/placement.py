@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.environ.env import read_thread_count
+from ...core.env import read_thread_count
 from ...core.host.interfaces import interface_of_node
 from ...core.launchers.launcher_env import NodeInfo
 from ...core.vocabulary.errors import ConfigError

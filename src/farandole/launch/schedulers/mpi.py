@@ -11,7 +11,7 @@ import shlex
 import subprocess
 from pathlib import Path
 
-from ...core.environ.env import set_variables
+from ...core.env import set_variables
 from ...core.vocabulary.errors import ConfigError
 from .submission import SubmitSpec, need_command, run_child
 

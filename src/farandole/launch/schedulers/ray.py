@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...core.environ.env import default_environment, inherited_environment, read_ray_address
+from ...core.env import default_environment, inherited_environment, read_ray_address
 from ...core.host.interfaces import towards
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.run_files import Crash, read_crashes
@@ -27,14 +27,10 @@ from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.hosts import LOOPBACK, HostSlots
 from ..job.placement import ReservedPort, assign_ranks
 from ..output import Output
-from ..start.placing import PlacedJob, variables_to_send
-from ..start.request import JobRequest
-from ..start.start import make_job, open_run, run_recorded
 from ..supervise.failure import Exit, Failure, find_failure
-from ..supervise.job_loop import FixedJob, Outcome
+from ..supervise.job_loop import FixedJob
 from ..supervise.process import RankProcess, start_rank
 from ..supervise.reaper import end_group, has_ended
-from .submission import SubmitSpec
 
 PLACE_SECONDS = 60.0
 """How long to wait for the cluster to make room for all ranks."""

@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 
-from ...core.environ.env import own_environment
+from ...core.env import own_environment
 from ...core.launchers.slurm import slurm_allocation_nodes
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from .submission import SubmitSpec, need_command, run_child

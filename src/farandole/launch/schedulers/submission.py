@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
-from ...core.environ.env import inherited_environment
+from ...core.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from ...core.vocabulary.text import did_you_mean
 from ..job.contract import GRACE_SECONDS

@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from ...core.framing import FrameError
 from ...core.vocabulary.errors import ConfigError
-from ...core.wire.framing import FrameError
 from ..elastic.control import Frame
 from ..elastic.worker_host import HostPool, Reports, WorkerHost
 from ..job.hosts import Host, need_ssh

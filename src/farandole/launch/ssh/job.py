@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from ...core.framing import FrameError
 from ...core.vocabulary.run_files import Crash
-from ...core.wire.framing import FrameError
 from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure, find_suspects, is_hang
 from ..supervise.job_loop import FixedJob

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.framing import FrameError, read_json
 from ...core.vocabulary.errors import LaunchError
-from ...core.wire.framing import FrameError, read_json
 from ..job.contract import JobSpec
 from ..supervise.stopped_process import OwnPauses
 from .agent.files import FileTaker

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ...core.environ.env import inherited_environment
+from ...core.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ..elastic.driver import ElasticJob
 from ..elastic.options import ElasticOptions

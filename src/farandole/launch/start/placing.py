@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ...core.environ.env import (
+from ...core.env import (
     CORES,
     ELASTIC,
     ELASTIC_KEY,

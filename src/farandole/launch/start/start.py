@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.environ.env import inherited_environment, read_frozen_seconds, read_typed_command
+from ...core.env import inherited_environment, read_frozen_seconds, read_typed_command
 from ...core.failures import Position, describe, judge, read_positions
+from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import (
     FAILURE,
     INTERRUPTED,
@@ -35,15 +36,13 @@ from ..job.contract import FROZEN_SECONDS, JobSpec, rank_environment
 from ..job.placement import ReservedPort
 from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
+from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
+from ..schedulers.submission import SubmitSpec
 from ..supervise.job_loop import Outcome
 from ..supervise.local import Supervisor
 from ..supervise.stacks import read_current_stacks
-from .placing import PlacedJob, host_commands, host_setup, variables_there
+from .placing import PlacedJob, host_commands, host_setup, variables_there, variables_to_send
 from .request import JobRequest
-from ...core.vocabulary.errors import ConfigError
-from .placing import variables_to_send
-from ..schedulers.submission import SubmitSpec
-from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 
 if TYPE_CHECKING:
     from ..supervise.failure import Failure

@@ -10,7 +10,7 @@ in a training process, and no cause is guessed that the records do not show. Pag
 """
 
 from .comparison import Comparison, compare
-from .facts.finding import KINDS, Diagnosis, Finding, Fix, Gain
+from .finders.finding import KINDS, Diagnosis, Finding, Fix, Gain
 from .measured_step import measured_step
 from .text import to_text
 from .verdict import diagnose

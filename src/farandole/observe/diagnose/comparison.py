@@ -20,8 +20,8 @@ from ..figures.figures import mean
 from ..figures.inexact import codec_of, sync_of
 from ..figures.prediction_check import PredictionCheck, check_prediction
 from ..figures.summary import NOT_SEEN, weighted_loss
-from ..read.run_reader import RunRecords, read_run
-from .facts.step_table import RankStep, StepTable, bucket_bytes_of, make_step_table
+from ..records.run_reader import RunRecords, read_run
+from .finders.step_table import RankStep, StepTable, bucket_bytes_of, make_step_table
 from .text import WIDTH, printable
 from .verdict import diagnose_records
 

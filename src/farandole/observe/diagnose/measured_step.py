@@ -13,10 +13,10 @@ from ...core.vocabulary.events import OPTIMIZER, OTHER, SETUP_CRITICAL_BATCH, SE
 from ...core.vocabulary.rules import MOST_ZERO
 from ..figures.figures import mean
 from ..figures.inexact import codec_of
-from ..read.run_reader import read_run
-from .facts.step_table import StepTable, make_step_table
+from ..records.run_reader import read_run
 from .finders.codec_fixes import PREDICTED, SPARSE, CodecCosts, codec_ratio
 from .finders.network import network_of
+from .finders.step_table import StepTable, make_step_table
 
 PREDICTED_UNTIMED = [name for name in PREDICTED if name != SPARSE]
 """Finding the largest is slow: nothing is said of it without its measured time."""

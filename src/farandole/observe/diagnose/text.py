@@ -6,7 +6,7 @@ import textwrap
 
 from ...core.vocabulary.events import UNDIVIDED
 from ...core.vocabulary.units import format_seconds, format_share
-from .facts.finding import Diagnosis, Finding
+from .finders.finding import Diagnosis, Finding
 
 WIDTH = 100
 HEIGHT = 40

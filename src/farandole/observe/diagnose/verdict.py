@@ -13,18 +13,18 @@ from ..figures.figures import mean
 from ..figures.inexact import exchanges_none, few_steps
 from ..figures.step_parts import COMPUTE_AND_REST, hidden_by_step, rows_by_step
 from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN, read_tuning, verdict_of
-from ..read.run_reader import RunRecords, how_it_failed, how_it_hung, read_run
-from .facts.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost
-from .facts.proposals import is_taken
-from .facts.step_table import StepTable, has_phases, is_pipeline, make_step_table
+from ..records.run_reader import RunRecords, how_it_failed, how_it_hung, read_run
 from .finders.codec_fixes import CodecCosts
 from .finders.communication import find_communication
 from .finders.disjoint import make_disjoint, room_of, scaled_to
+from .finders.finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost
 from .finders.front_ends import in_words_of
 from .finders.host_facts import FIRST, find_crowded, find_device_limits, find_starved, find_threads, with_first
 from .finders.loader_fixes import find_input
 from .finders.optimizer_step import find_optimizer, find_small_batch
 from .finders.pauses import find_irregular, find_own_code, find_pauses
+from .finders.proposals import is_taken
+from .finders.step_table import StepTable, has_phases, is_pipeline, make_step_table
 from .finders.stragglers import find_jitter, find_stragglers
 from .inner_exchanges import find_experts, find_inner, find_pipeline, unequal_experts
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from ...core.vocabulary.events import DATA, EXCHANGE, BucketTimes
 from ..figures.figures import split_wait
-from ..format.rows import ExchangeRow, StepRow
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import ExchangeRow, StepRow
+from ..records.timeline_reader import RankTimeline
 from .source import ExportSource, rows_by_step
 from .trace_file import TraceEvent, make_event, name_events, write_trace
 

@@ -13,8 +13,8 @@ from typing import Any
 from ...core.vocabulary.events import Sample
 from ..figures.step_parts import rows_of
 from ..figures.summary import Summary, summarise
-from ..format.rows import step_seconds
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import step_seconds
+from ..records.timeline_reader import RankTimeline
 from .source import ExportSource, needed, wall_seconds, write_output
 
 COUNTER, GAUGE, SUMMARY, INFO = "counter", "gauge", "summary", "info"

@@ -15,9 +15,9 @@ from typing import Any
 from ...core.vocabulary.errors import ConfigError, DataError
 from ...core.vocabulary.run_files import write_private
 from ...core.vocabulary.text import install_command
-from ..format.rows import StepRow
-from ..read.run_reader import RunRecords, note_killed, read_run
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import StepRow
+from ..records.run_reader import RunRecords, note_killed, read_run
+from ..records.timeline_reader import RankTimeline
 
 
 @dataclass

@@ -18,8 +18,8 @@ from ...core.vocabulary.errors import ConfigError
 from ..figures.figures import throughput
 from ..figures.step_parts import rows_of, shares_of, step_parts
 from ..figures.summary import weighted_loss
-from ..format.rows import StepRow, step_seconds
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import StepRow, step_seconds
+from ..records.timeline_reader import RankTimeline
 from .source import ExportSource, needed, rows_by_step, write_output
 
 _T = TypeVar("_T")

@@ -23,9 +23,9 @@ from ...core.vocabulary.events import (
     SETUP_WRAPPER,
 )
 from ...core.vocabulary.sync_spec import DEFAULT_STEPS, EVERY_STEP, MEASURED, MEASURED_CODEC, SyncSpec
-from ..format.rows import StepRow
-from ..read.run_reader import RunRecords
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import StepRow
+from ..records.run_reader import RunRecords
+from ..records.timeline_reader import RankTimeline
 from .figures import mean
 
 # The critical batch that `fd.noise_scale` measured in a run. Definition: `docs/batch-size.md`.

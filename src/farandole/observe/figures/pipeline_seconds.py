@@ -26,8 +26,8 @@ from ...core.vocabulary.events import (
     SETUP_PIPELINE_CUTS,
     SETUP_PIPELINE_RANK,
 )
-from ..format.rows import StepRow, step_seconds
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import StepRow, step_seconds
+from ..records.timeline_reader import RankTimeline
 from .figures import mean
 
 _SLOWER = 1.1

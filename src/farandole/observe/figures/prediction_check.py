@@ -38,8 +38,8 @@ from ...core.vocabulary.events import (
 from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.spec import GLOBAL_BATCH, HIGH, LOW, PEAK, RANKS, STEP, TERMS, Term, refuse_impossible
 from ...core.vocabulary.units import format_bytes, format_seconds
-from ..read.run_reader import RunRecords
-from ..read.timeline_reader import RankTimeline
+from ..records.run_reader import RunRecords
+from ..records.timeline_reader import RankTimeline
 from .figures import mean
 from .inexact import counted_steps, sees_exchanges
 from .step_parts import StepParts, step_parts, undivided_share

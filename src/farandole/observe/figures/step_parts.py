@@ -35,9 +35,9 @@ from ...core.vocabulary.events import (
     UNDIVIDED,
     Phase,
 )
-from ..format.rows import ExchangeRow, StepRow, step_seconds
-from ..read.clock import are_comparable
-from ..read.timeline_reader import RankTimeline
+from ..records.clock import are_comparable
+from ..records.rows import ExchangeRow, StepRow, step_seconds
+from ..records.timeline_reader import RankTimeline
 from .figures import busy_seconds, split_wait
 
 # The steps of a rank with an accelerator, by what that ran.

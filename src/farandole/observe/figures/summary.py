@@ -17,9 +17,9 @@ from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.events import SETUP_FRONT_END, SETUP_SHARES
 from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, TUNE, TUNED_PLAN, write_private
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
-from ..format.rows import StepRow, ThinnedRow
-from ..read.run_reader import RunRecords, read_facts, read_run
-from ..read.timeline_reader import RankTimeline
+from ..records.rows import StepRow, ThinnedRow
+from ..records.run_reader import RunRecords, read_facts, read_run
+from ..records.timeline_reader import RankTimeline
 from .figures import efficiency, mean, median, speedup, standard_deviation, throughput
 from .inexact import (
     CriticalBatch,

@@ -21,10 +21,10 @@ from ..diagnose.verdict import diagnose_records
 from ..figures.inexact import counted_steps
 from ..figures.step_parts import StepParts, step_parts
 from ..figures.summary import Summary, summarise_records
-from ..format.rows import StepRow
-from ..read.clock import are_comparable
-from ..read.run_reader import RunRecords, no_run, read_run
-from ..read.timeline_reader import RankTimeline, links_between_hosts
+from ..records.clock import are_comparable
+from ..records.rows import StepRow
+from ..records.run_reader import RunRecords, no_run, read_run
+from ..records.timeline_reader import RankTimeline, links_between_hosts
 
 MOST_NOTES = 12
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...core.vocabulary.errors import ConfigError, DataError
 from ...core.vocabulary.run_files import REPORT, write_private
 from ...version import VERSION
-from ..read.run_reader import why_ended
+from ..records.run_reader import why_ended
 from .content import Run, read
 from .sections import make_sections, verdict
 

@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ...comm.batch_weight import tensors_in
 from ...comm.world.world import world
-from ...core.environ.job_plan import resolve_plan
+from ...core.job_plan import resolve_plan
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ..changed_class import ChangedClass, change_class, make_kin

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 from ...core.vocabulary.errors import ConfigError
-from ..tensor.layers.regions import TensorRanks, end_region
+from ..tensor.regions import TensorRanks, end_region
 from .dispatch import (
     Load,
     Placed,

@@ -21,7 +21,7 @@ import torch
 from ...comm.device.accelerator import is_accelerator, memory_of, synchronize, timing_event, unique_id
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DevicePhases, InnerExchange, Phase
-from ...observe.record.host_sampler import AcceleratorFigures, find_gpu
+from ...observe.records.host_sampler import AcceleratorFigures, find_gpu
 
 STEPS_KEPT = 64
 """Steps whose events may be waiting; older ones are dropped, as a device that is so far behind has stopped."""

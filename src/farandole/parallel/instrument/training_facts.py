@@ -35,7 +35,7 @@ from ...comm.codecs.registry import can_have
 from ...comm.device.accelerator import peak_bytes
 from ...comm.world.session import next_power_of_two
 from ...comm.world.world import World
-from ...core.environ.env import read_run_settings
+from ...core.env import read_run_settings
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
 from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary import events

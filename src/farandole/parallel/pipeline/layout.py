@@ -15,7 +15,7 @@ from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.text import did_you_mean
 from ..blocks import repeated_blocks
-from ..frozen.encode_model import stored_tensors
+from ..frozen_model import stored_tensors
 from .program import Program, Segment, cut_program, run_segment
 
 # What the layers of a model cost, measured: seconds of forward and backward, bytes of states and activations.

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from ...comm.device.accelerator import is_accelerator
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
-from ...core.environ.env import expect_single_sends
+from ...core.env import expect_single_sends
 from ...core.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import InnerExchange

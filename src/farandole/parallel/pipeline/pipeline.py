@@ -30,8 +30,8 @@ from ...core.vocabulary.events import (
     SetupValue,
 )
 from ...core.vocabulary.spec import Plan
+from ..lower_precision import shared_casts
 from ..model import DistributedModel, outer_pass_of
-from ..precision.passes import shared_casts
 from .cut_model import CutModel
 from .messages import PipelinePeers, StageMailbox, StageMessage, message_of
 from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of

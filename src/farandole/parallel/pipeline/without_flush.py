@@ -37,7 +37,7 @@ from ...core.schedule.simulate import BatchesInARow, Rows
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
-from ..precision.passes import shared_casts
+from ..lower_precision import shared_casts
 from .cut_model import REMEDIES
 from .messages import PeerAgreement, PipelinePeers, StageMailbox, StageMessage
 from .micro_batches import LossFunction, MicroBatches, unequal_targets

@@ -21,8 +21,6 @@ from ..model import Strategy
 from ..split import split_of
 from .clone import OwnHook
 from .cut import Cutter, Places, check_cuts, divide_attributes, find_places
-from .layers.regions import DEGREE, RegionSeed, tensor_ranks
-from .layers.split_layers import inside
 from .proof import Proofs
 from .recipe import (
     TensorRecipe,
@@ -36,7 +34,9 @@ from .recipe import (
     find_units,
     refuse_layers,
 )
+from .regions import DEGREE, RegionSeed, tensor_ranks
 from .sequence import install_tokens, put_first
+from .split_layers import inside
 
 _LISTED = 8
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten
 
 from ..changed_class import plain_class_of
-from ..precision.passes import map_tensors
+from ..lower_precision import map_tensors
 from ..split import mark_split, split_of
-from .layers.lazy import LazyWhole
-from .layers.regions import DEGREE
-from .layers.split_layers import SplitLayer
+from .lazy import LazyWhole
+from .regions import DEGREE
+from .split_layers import SplitLayer
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -111,7 +111,7 @@ def _stays(hook: Any, module: nn.Module, key: int, whole: bool) -> bool:
         hook = module._forward_pre_hooks.get(key) or module._forward_hooks.get(key)
     if isinstance(hook, OwnHook):
         return hook.is_part_of_forward and not whole
-    return type(hook).__module__.startswith("farandole.parallel.frozen")
+    return type(hook).__module__ in ("farandole.parallel.frozen_weight", "farandole.parallel.frozen_model")
 
 
 def detached(values: Any, dtype: torch.dtype | None) -> Any:

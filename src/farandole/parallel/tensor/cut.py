@@ -14,8 +14,9 @@ from ...core.vocabulary.errors import PlanError
 from ..blocks import repeated_blocks
 from ..changed_class import change_class, features_of, is_transposed, make_kin
 from ..split import Split, split_in_place, split_of
-from .layers.regions import DEGREE, RegionSeed, TensorRanks, has_dropout
-from .layers.split_layers import (
+from .recipe import LayerPart, TensorRecipe, Units, even, parents, spread
+from .regions import DEGREE, RegionSeed, TensorRanks, has_dropout
+from .split_layers import (
     ByColumns,
     ByRows,
     FeatureEmbedding,
@@ -24,7 +25,6 @@ from .layers.split_layers import (
     VocabularyEmbedding,
     VocabularyOutput,
 )
-from .recipe import LayerPart, TensorRecipe, Units, even, parents, spread
 
 # Where each split layer stands: which of them begin and end a region, and whose tokens are divided.
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from ...core.vocabulary.errors import Mismatch, PlanError
 from .clone import OwnHook
-from .layers.regions import TensorRanks, first_order
+from .regions import TensorRanks, first_order
 
 _SAME = "same"
 _BYTES_OF_16_BITS = 2

@@ -31,11 +31,11 @@ from ...core.vocabulary.errors import PlanError
 from ..changed_class import plain_class_of
 from ..split import Split, split_of
 from .clone import OwnHook, clone, detached, first_samples, varied
-from .layers.lazy import LazyWhole
-from .layers.regions import DEGREE, RegionSeed, TensorRanks, undivided_draw
-from .layers.split_layers import inside
+from .lazy import LazyWhole
 from .partial_gradients import Entrance, Entrants, kinds_of_gradients
+from .regions import DEGREE, RegionSeed, TensorRanks, undivided_draw
 from .sequence import EnterBlock
+from .split_layers import inside
 
 SAMPLES = 2
 _NAMED = 4

@@ -18,9 +18,9 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import nearest
 from ..blocks import repeated_blocks
 from ..changed_class import features_of, is_transposed, plain_class_of, require_changeable
-from ..frozen.encode_model import DOWN, frozen_weights
-from ..frozen.frozen_weight import FORMS, FrozenWeight
-from .layers.split_layers import is_linear
+from ..frozen_model import DOWN, frozen_weights
+from ..frozen_weight import FORMS, FrozenWeight
+from .split_layers import is_linear
 
 # Units: the modules around a split region, from its beginning to its end, whose output every rank has whole.
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from ...core.vocabulary.errors import ConfigError
 from .clone import OwnHook
-from .layers.lazy import LazyWhole, expose
-from .layers.regions import SEQUENCE, RegionSeed, TensorRanks, begin_region_of_tokens, check_tokens, take_piece
+from .lazy import LazyWhole, expose
+from .regions import SEQUENCE, RegionSeed, TensorRanks, begin_region_of_tokens, check_tokens, take_piece
 
 
 class _TokenHook(OwnHook):

@@ -17,8 +17,8 @@ from ...core.cluster.cluster_file import read_cluster, write_cluster
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import did_you_mean, upgrade_remedy
-from ..model.profile import ModelProfile
-from ..model.profile_file import read_profile, write_profile
+from ..profile import ModelProfile
+from ..profile_file import read_profile, write_profile
 from ..search.reasons import in_words
 from ..search.result import PlanAnswer
 

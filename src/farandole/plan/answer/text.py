@@ -14,10 +14,10 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..candidate import Candidate
 from ..cost.held import memory_of_candidate
+from ..division import nearest_degree, of_experts, of_sequences, of_shards, of_stages, of_tensor
 from ..memory import PRECISIONS, STAGES, MemoryByCategory, Setting
 from ..memory_page import MOST_RANKS, Choice
-from ..model.division import nearest_degree, of_experts, of_sequences, of_shards, of_stages, of_tensor
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from ..search.reasons import CATEGORIES, WORDS, in_words
 from ..search.result import FEWER_RANKS, PlanAnswer, PlanFamily, PredictedPlan, WhatIf
 from ..search.space import SearchLayout

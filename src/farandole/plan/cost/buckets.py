@@ -26,7 +26,7 @@ from ...core.step_model.prediction import BucketLoad, Replay
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
 from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan
-from ..model.profile import ModelProfile, UnitGradient
+from ..profile import ModelProfile, UnitGradient
 from .layout import RunLayout, divided_gradients
 from .stages import StageUnits
 from .units import divides

@@ -12,7 +12,7 @@ from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import BucketLoad
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ..candidate import CollectiveCalls
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .buckets import BucketKind, BucketTable, LocalGradient, local_gradients
 from .layout import RunLayout
 from .rates import Link, Rates, Spent

@@ -21,7 +21,7 @@ from ..memory import (
     part_of,
     partly_recomputed,
 )
-from ..model.profile import ModelProfile, ModelUnit
+from ..profile import ModelProfile, ModelUnit
 from .buckets import StageGradients, stage_gradients
 from .layout import RunLayout
 from .rates import Spent

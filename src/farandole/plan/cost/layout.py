@@ -12,7 +12,7 @@ from ...core.vocabulary.rules import MOST_ZERO, chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
 from ..memory import Setting
-from ..model.profile import ModelUnit
+from ..profile import ModelUnit
 
 # Which gradients of a unit each degree divides.
 

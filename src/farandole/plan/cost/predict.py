@@ -17,8 +17,8 @@ from ...core.cluster.cluster import Cluster, Coefficient
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.sync_spec import EVERY_STEP
 from ..candidate import Candidate, Prediction
-from ..model.division import may_divide_tokens, of_tokens
-from ..model.profile import ModelProfile, unfolded
+from ..division import may_divide_tokens, of_tokens
+from ..profile import ModelProfile, unfolded
 from .held import memory_by_rank
 from .layout import RunLayout, divided_gradients
 from .rates import Case, Rates

@@ -15,7 +15,7 @@ from ...core.schedule.actions import Schedule
 from ...core.schedule.build import LayerCost, build_schedule, partition
 from ...core.schedule.simulate import Simulator, StageTimes, in_flight
 from ...core.vocabulary.errors import PlanError
-from ..model.profile import ModelProfile, ModelUnit
+from ..profile import ModelProfile, ModelUnit
 from .layout import RunLayout
 from .rates import Rates, Spent
 from .units import UnitPass, is_block

@@ -9,7 +9,7 @@ from ...core.cluster.cluster import collective_work
 from ...core.schedule.simulate import StageTimes
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .buckets import StageGradients, stage_gradients
 from .gradients import (
     Backward,

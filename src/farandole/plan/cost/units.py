@@ -18,7 +18,7 @@ from ...core.step_model.link import largest_normal
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
-from ..model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts
+from ..profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts
 from .layout import RunLayout, divided_gradients
 from .rates import PassWork, Rates, Spent
 

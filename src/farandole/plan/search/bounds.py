@@ -25,7 +25,7 @@ from ...core.vocabulary.spec import Plan
 from ..cost.held import RoughRank
 from ..cost.layout import RunLayout
 from ..cost.units import is_block
-from ..model.profile import ModelProfile, ModelUnit, unfolded
+from ..profile import ModelProfile, ModelUnit, unfolded
 from .result import ranks_per_host
 from .space import SearchLayout
 

@@ -13,7 +13,7 @@ from ..candidate import Candidate
 from ..cost.predict import predict
 from ..cost.predict import predict as predict_fully
 from ..cost.stages import short_schedule
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .reasons import (
     changes_of,
     constraint_of,

@@ -15,7 +15,7 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..candidate import Candidate, Prediction, Term
 from ..memory import MemoryByCategory
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .refine import micro_batch_of, passes_of
 from .result import PredictedPlan, WhatIf, with_faster_link, with_limit
 from .search import NEAR, Found, Predictor, SearchQuestion, choose, find, score, simple

@@ -22,7 +22,7 @@ from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate
 from ..cost.stages import short_schedule
 from ..cost.units import is_block
-from ..model.profile import ModelProfile, name_of
+from ..profile import ModelProfile, name_of
 from .bounds import pass_seconds
 from .result import PredictedPlan
 

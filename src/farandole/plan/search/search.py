@@ -29,7 +29,7 @@ from ...core.vocabulary.rules import chunks_of
 from ...core.vocabulary.spec import Plan
 from ..candidate import Candidate, Prediction
 from ..cost.stages import simulated_micro_batches
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .bounds import Bounds, Floor
 from .refine import refined
 from .result import PredictedPlan, SearchRequest

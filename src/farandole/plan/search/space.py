@@ -27,9 +27,9 @@ from ...core.vocabulary.rules import (
     chunks_of,
 )
 from ...core.vocabulary.spec import Plan
+from .. import division
 from ..candidate import Candidate
-from ..model import division
-from ..model.profile import ModelProfile
+from ..profile import ModelProfile
 from .result import FEWER_RANKS, PRECISIONS, SearchRequest, ranks_per_host
 
 # The keys that tune a layout without changing what a rank holds: buckets, codecs, routes.

@@ -24,9 +24,9 @@ from typing import Any, Final
 import torch
 
 from ...comm.messages import bytes_of
+from ...core.framing import HEADER, MAC_BYTES, FrameError, keyed_hash
 from ...core.vocabulary import errors
 from ...core.vocabulary.errors import CommError, FarandoleError
-from ...core.wire.framing import HEADER, MAC_BYTES, FrameError, keyed_hash
 
 # Errors as JSON: what a reply and a snapshot say of one. A name, a text and a remedy; no pickle.
 

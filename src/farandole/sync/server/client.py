@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ...core.framing import FrameError
 from ...core.vocabulary.errors import CommError, LaunchError, PeerLost, Stalled
 from ...core.vocabulary.text import write_notice
-from ...core.wire.framing import FrameError
 from .channel import (
     QUESTION_BYTES,
     Hello,

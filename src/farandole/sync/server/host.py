@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ...core.framing import FrameError
 from ...core.vocabulary.errors import FarandoleError
-from ...core.wire.framing import FrameError
 from .channel import ServerMessage, write_problem
 
 

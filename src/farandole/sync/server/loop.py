@@ -20,7 +20,7 @@ from typing import Final
 
 import torch
 
-from ...core.wire.framing import FrameError
+from ...core.framing import FrameError
 from .channel import (
     HELLO,
     LENGTH,

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from ...core.environ.env import inherited_environment
+from ...core.env import inherited_environment
 from ...core.vocabulary.errors import LaunchError
 from ...core.vocabulary.run_files import is_held
 from .channel import open_connection

@@ -22,7 +22,7 @@ from ...parallel.pipeline.layout import starts_of_layers
 from ...parallel.pipeline.micro_batches import as_call
 from ...parallel.pipeline.trace import trace, traced_through
 from ...plan.memory import PRECISIONS, RECOMPUTE, ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
-from ...plan.model.profile import ModelProfile, ModelUnit
+from ...plan.profile import ModelProfile, ModelUnit
 from ..memory.alike import NotAlikeError, foldable, skipped
 from ..memory.batches import Batches, batch_bytes, resized
 from ..memory.fake_pass import fake_mode, grouped_products, make_fake, needs_values, run_pass, silent_logger

@@ -38,7 +38,7 @@ from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bytes
-from ...plan.model.profile import ModelProfile, ModelUnit, UnitTimes
+from ...plan.profile import ModelProfile, ModelUnit, UnitTimes
 from ..memory.alike import foldable, skipped
 from ..memory.batches import Batches
 from ..memory.find_micro_batch import available_bytes

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from ...plan.model.profile import AttentionFacts, ExpertFacts, ModelUnit, TensorFacts, UnitGradient
+from ...plan.profile import AttentionFacts, ExpertFacts, ModelUnit, TensorFacts, UnitGradient
 from .marks import Marks, divided_by, limit_of, may_divide_tokens
 from .record import PassRecorder
 from .spans import PassSpan, PassSpans

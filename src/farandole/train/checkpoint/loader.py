@@ -20,10 +20,10 @@ from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.exchange_state import load_exchange_state, residual_layout
-from ...parallel.frozen.frozen_weight import FrozenWeight
+from ...parallel.frozen_weight import FrozenWeight
+from ...parallel.lower_precision import loss_scale_of
 from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import refuse_open_batch
-from ...parallel.precision.passes import loss_scale_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.sharded_step import load_weight_residuals, packs_weights, warn_of_lost_weights

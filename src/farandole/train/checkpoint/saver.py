@@ -43,7 +43,7 @@ from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
 from ...checkpoint.writer.client import Writer
 from ...comm.world.store_sync import BackgroundStore, all_gather_json
 from ...comm.world.world import World
-from ...core.environ.env import read_run_settings
+from ...core.env import read_run_settings
 from ...core.vocabulary.errors import CheckpointError, FarandoleError
 from ...core.vocabulary.events import CHECKPOINT, Phase
 from ...core.vocabulary.run_files import SavesAccount

@@ -22,9 +22,9 @@ from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import CheckpointError
 from ...core.vocabulary.events import SETUP_CHECKPOINT_ASYNCHRONOUS, SETUP_CHECKPOINT_OBJECTS, Setup
 from ...parallel.exchange_state import exchange_state
-from ...parallel.frozen.frozen_weight import FrozenWeight
+from ...parallel.frozen_weight import FrozenWeight
+from ...parallel.lower_precision import loss_scale_of
 from ...parallel.model import DistributedModel
-from ...parallel.precision.passes import loss_scale_of
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
 from ...parallel.zero.sharded_step import weight_residuals

@@ -15,7 +15,7 @@ from ...checkpoint.encoding import Restore
 from ...checkpoint.shard_file import ITEM_BYTES
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.data.whole_state import WholeStateGuard
-from ...parallel.frozen.frozen_weight import FrozenWeight
+from ...parallel.frozen_weight import FrozenWeight
 
 ELSEWHERE = {"$elsewhere": True}
 """Stands for what another rank saves."""

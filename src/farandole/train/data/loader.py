@@ -22,14 +22,14 @@ from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import World, world
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.instrument.training_facts import note_loader
-from ..guards.same_data import data_of, refuse_other_data
-from .ahead.told_later import depth_ahead
+from ..same_data import data_of, refuse_other_data
 from .drawing import Drawing, LoaderState, counts_itself, divided_kind, facts_of, refuse_divided, refuse_strange
 from .length_buckets import Cut, LengthBuckets, Lengths, agreed_lengths, digest_of
 from .partition import Partition
 from .position import read_state
 from .rank_sampler import RankBatches, RankBatchSampler, RankSampler
 from .stream import divide_stream, has_states
+from .told_later import depth_ahead
 from .worker_cores import TunedLoaders, on_worker_cores, sparing_workers, worker_cores
 
 T = TypeVar("T")

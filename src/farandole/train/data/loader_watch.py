@@ -31,7 +31,7 @@ from torch.utils.data import dataloader
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.events import DataWait, NullRecorder
 from ...parallel.instrument.training_facts import note_loader, note_workers
-from .ahead.told_later import depth_ahead, drawn_ahead
+from .told_later import depth_ahead, drawn_ahead
 from .worker_cores import on_worker_cores, worker_cores
 
 _KIND = dataloader._BaseDataLoaderIter

@@ -36,7 +36,7 @@ from typing import Any
 
 from torch.utils.data import dataloader
 
-from ...core.environ.env import read_core_shares
+from ...core.env import read_core_shares
 from ...core.host.process_status import catches, ignores
 
 

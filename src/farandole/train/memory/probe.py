@@ -13,15 +13,15 @@ from torch.nn.parameter import is_lazy
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
-from ...parallel.frozen.encode_model import (
+from ...parallel.frozen_model import (
     adaptable,
     encode_weights,
     frozen_weights,
     low_rank_adapters,
     stored_tensors,
 )
-from ...parallel.frozen.frozen_weight import FORMS, FrozenWeight
-from ...parallel.precision.passes import product_weights
+from ...parallel.frozen_weight import FORMS, FrozenWeight
+from ...parallel.lower_precision import product_weights
 from ...plan.memory import (
     ADAPTER_RANK,
     PRECISIONS,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ...core.vocabulary.errors import ConfigError
 from ...parallel.blocks import repeated_blocks
+from ...parallel.lower_precision import own_casts
 from ...parallel.pipeline.micro_batches import as_call
-from ...parallel.precision.passes import own_casts
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """From what a model returns, and the batch, to a scalar."""

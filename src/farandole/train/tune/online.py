@@ -27,8 +27,8 @@ from ...comm.autotune.profile import Look
 from ...comm.device.accelerator import memory_of
 from ...comm.world.store_sync import all_gather_json, decide_on_first
 from ...comm.world.world import World
-from ...core.environ.env import TuneSettings
-from ...core.environ.job_plan import resolve_plan
+from ...core.env import TuneSettings
+from ...core.job_plan import resolve_plan
 from ...core.step_model.bucket_plan import BucketPlan, ExchangeKeys
 from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
 from ...core.vocabulary.codec_spec import NONE, CodecSpec

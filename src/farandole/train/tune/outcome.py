@@ -12,7 +12,7 @@ from typing import Any
 
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.environ.env import SETTINGS, read_cache_directory
+from ...core.env import SETTINGS, read_cache_directory
 from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.run_files import TUNE, TUNED_PLAN, write_private
 from ...core.vocabulary.spec import Plan

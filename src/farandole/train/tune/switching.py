@@ -9,7 +9,7 @@ from torch import nn
 from ...comm.reducer.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.environ.env import read_elastic_settings
+from ...core.env import read_elastic_settings
 from ...core.step_model.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO
 from ...core.vocabulary.errors import CommError, ConfigError

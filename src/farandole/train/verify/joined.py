@@ -26,7 +26,7 @@ from ...core.vocabulary.text import name_ranks
 from ...parallel.instrument.phase_hooks import observe_passes
 from .. import chunked_cross_entropy
 from ..data.loader_watch import samples_of
-from ..metrics.gather import has_gathered
+from ..gather import has_gathered
 from .replay import Gradients, RecordedPass, ancestors, map_tensors
 from .verify import Check
 

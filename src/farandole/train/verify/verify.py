@@ -28,7 +28,7 @@ from ...core.vocabulary.text import name_ranks
 from ...parallel.data.batch_norm import local_layers
 from ...parallel.model import DistributedModel
 from ...parallel.split import split_of
-from ..guards.same_data import WITHOUT_A_LOADER
+from ..same_data import WITHOUT_A_LOADER
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 
 PHASES = {"data": 0.004, "forward": 0.030, "loss": 0.001, "backward": 0.060, "optimizer": 0.008}
 

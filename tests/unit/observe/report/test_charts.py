@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.observe.report.charts.frame import (
+from farandole.observe.report.charts import (
     Axes,
     Label,
     Line,

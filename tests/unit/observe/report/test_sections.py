@@ -10,8 +10,8 @@ import pytest
 
 from farandole.core.vocabulary.events import DevicePhases, Phase, Sample
 from farandole.observe.figures.figures import busy_seconds
-from farandole.observe.format.rows import encode_device_phases, encode_sample
-from farandole.observe.read.timeline_reader import read_events
+from farandole.observe.records.rows import encode_device_phases, encode_sample
+from farandole.observe.records.timeline_reader import read_events
 from farandole.observe.report import content as report_run
 from farandole.observe.report.content import PARTS, Charts, mean_parts
 from farandole.observe.report.page import write_report

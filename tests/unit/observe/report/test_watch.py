@@ -16,8 +16,8 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError, DataError
 from farandole.core.vocabulary.events import Started, StepDone
-from farandole.observe.read.run_reader import SILENT_SECONDS, why_ended
-from farandole.observe.record.step_recorder import EventWriter, StepRecorder
+from farandole.observe.records.run_reader import SILENT_SECONDS, why_ended
+from farandole.observe.records.step_recorder import EventWriter, StepRecorder
 from farandole.observe.report import watch_report
 from tests.unit.observe.report.full_runs import full_run
 

@@ -14,7 +14,7 @@ from farandole.core.cluster.cluster import (
     Tier,
 )
 from farandole.plan.memory import ActivationFacts, ModelFacts, OptimizerFacts, WeightFacts
-from farandole.plan.model.profile import (
+from farandole.plan.profile import (
     AttentionFacts,
     ExpertFacts,
     ModelProfile,

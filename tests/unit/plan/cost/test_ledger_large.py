@@ -34,7 +34,7 @@ from farandole.parallel.context.attention import AttentionCall, DividedAttention
 from farandole.parallel.context.group import ContextGroup
 from farandole.parallel.expert.expert_ranks import ExactRows, ExpertRanks
 from farandole.parallel.pipeline.messages import PipelinePeers, StageMailbox, message_of
-from farandole.parallel.tensor.layers.regions import (
+from farandole.parallel.tensor.regions import (
     TensorRanks,
     begin_region,
     begin_region_of_tokens,
@@ -42,10 +42,10 @@ from farandole.parallel.tensor.layers.regions import (
     end_region_by_tokens,
     linear_of,
 )
-from farandole.parallel.zero.fsdp.exchange_records import ExchangeRecords
+from farandole.parallel.zero.exchange_records import ExchangeRecords
 from farandole.plan.candidate import Candidate, CollectiveCalls
 from farandole.plan.cost.predict import predict
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from tests.unit.plan.cost.cases import cluster_of, transformer
 
 SIZES, FEWER = [2, 64, 1024], [2, 64]

@@ -23,7 +23,7 @@ from farandole.plan.cost.layout import RunLayout
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.cost.rates import Rates
 from farandole.plan.cost.stages import StageUnits, pipeline_step
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from tests.unit.plan.cost.cases import cluster_of, transformer, with_tiers
 
 RANKS, BATCH = 16, 256

@@ -14,7 +14,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import fits, predict
 from farandole.plan.memory import ModelFacts, OptimizerFacts, Setting, WeightFacts, memory_of
-from farandole.plan.model.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts, UnitGradient
+from farandole.plan.profile import AttentionFacts, ModelProfile, ModelUnit, TensorFacts, UnitGradient
 from tests.programs.told_tables import what_others_do
 from tests.unit.plan.cost.cases import cluster_of, memory_facts
 

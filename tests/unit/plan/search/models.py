@@ -20,7 +20,7 @@ from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import USUAL_BUCKET_BYTES
 from farandole.plan.candidate import Candidate, Prediction, Term
 from farandole.plan.memory import ActivationFacts, MemoryByCategory, ModelFacts, OptimizerFacts, WeightFacts
-from farandole.plan.model.profile import (
+from farandole.plan.profile import (
     AttentionFacts,
     ExpertFacts,
     ModelProfile,

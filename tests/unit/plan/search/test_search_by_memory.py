@@ -19,7 +19,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.cost.stages import short_schedule
-from farandole.plan.model.profile import ModelProfile
+from farandole.plan.profile import ModelProfile
 from farandole.plan.search.bounds import Bounds, Room, kept_at_ends
 from farandole.plan.search.decide import search
 from farandole.plan.search.reasons import in_words

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from farandole.core.wire.framing import HEADER, MAC_BYTES, FrameError
+from farandole.core.framing import HEADER, MAC_BYTES, FrameError
 from farandole.sync.server.channel import (
     HELLO,
     MOST_TEXT_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.core.wire.framing import FrameError
+from farandole.core.framing import FrameError
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.host import ServiceHost
 from tests.unit.sync.server.ledger import Ledger

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.core.wire.framing import FrameError
+from farandole.core.framing import FrameError
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.loop import SNAPSHOT, SnapshotWriter, read_snapshot, write_snapshot
 

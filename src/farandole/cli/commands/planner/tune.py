@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ....core.environ.env import BACKEND, SETTINGS, TUNE, TuneSettings
-from ....core.environ.job_plan import read_plan
+from ....core.env import BACKEND, SETTINGS, TUNE, TuneSettings
+from ....core.job_plan import read_plan
 from ....core.vocabulary.codec_spec import AUTO
 from ....core.vocabulary.errors import ConfigError, PlanError
 from ....core.vocabulary.text import write_notice
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str]) -> int:
         request, environment=environment, label=f"tune-{request.label}", hosts=read_cluster(options),
         remote=read_remote_options(options), typed_command=("farandole", "tune", *arguments),
     )  # fmt: skip
-    from ....observe.record.progress import latest_progress
+    from ....observe.records.progress import latest_progress
 
     outcome, directory = start_job(place_job(request), status=latest_progress)
     _print(options, outcome.exit_code, directory)
@@ -118,7 +118,7 @@ def _refuse_plan(options: argparse.Namespace) -> None:
 
 def _print(options: argparse.Namespace, exit_code: int, directory: Path) -> None:
     from ....observe.figures.summary import read_tuning, summarise, tuning_page, write_summary
-    from ....observe.read.run_reader import read_facts
+    from ....observe.records.run_reader import read_facts
 
     found, summary = read_tuning(directory), summarise(directory)
     try:

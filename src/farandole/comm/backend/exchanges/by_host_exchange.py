@@ -24,7 +24,7 @@ from contextlib import contextmanager
 import torch
 
 from ....core.vocabulary.errors import PeerLost
-from ...named_ops.data.reductions import HostGroups
+from ...named_ops.reductions import HostGroups
 from ...transport.group_messages import FrameTransport
 from ...transport.transport import PendingMessage
 from .exchange import summed_type

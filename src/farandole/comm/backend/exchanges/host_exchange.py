@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ....core.vocabulary.errors import Mismatch
-from ...host_memory.memory import ALIGNMENT, PAGE_BYTES, HostBarrier, Peer, aligned, refuse, share
+from ...transport.host_memory import ALIGNMENT, PAGE_BYTES, HostBarrier, Peer, aligned, refuse, share
 from ...world.store_sync import all_gather_json
 from ...world.world import World
 from .exchange import TEXT_BYTES, combine, differing

@@ -8,8 +8,7 @@ from typing import Any
 from ...common.basics import basics
 from ...common.exceptions import HorovodMismatchError
 from ...common.objects import allgather_object
-from ...exchange.arrays import broadcast_arrays
-from ...exchange.names import key_of
+from ...exchange.names import broadcast_arrays, key_of
 from ..variables import as_numpy, build_optimizer, label_for, optimizer_variables, velocities
 
 Logs = dict[str, Any] | None

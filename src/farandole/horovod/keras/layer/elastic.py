@@ -14,8 +14,7 @@ import numpy as np
 from ...common.basics import basics
 from ...common.elastic import ObjectState, run_fn
 from ...common.objects import broadcast_object
-from ...exchange.arrays import broadcast_arrays
-from ...exchange.names import failures, made_objects, meet_again
+from ...exchange.names import broadcast_arrays, failures, made_objects, meet_again
 from ..variables import as_numpy, build_optimizer, label_for, optimizer_variables
 from .callbacks import Logs
 

@@ -19,8 +19,7 @@ from ...common.reductions import (
     handle_average_backwards_compatibility,
     reduction_of,
 )
-from ...exchange.arrays import as_array, as_torch
-from ...exchange.names import next_name
+from ...exchange.names import as_array, as_torch, next_name
 from ...exchange.settings import local_variables, make_settings
 from ...exchange.step_watch import StepWatch, tell
 from .backends import backend_name

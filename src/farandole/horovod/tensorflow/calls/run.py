@@ -22,11 +22,9 @@ from ...common.operations import begin, wait
 from ...exchange.layouts import layouts
 from ..errors import failures, refuse_session, translated
 from ..installed import tf
-from .call import OperationCall
-from .library import find_library
-from .scalars import generation
+from .call import OperationCall, find_library
+from .scalars import from_array, from_eager, generation, to_array, to_eager
 from .server import Server
-from .tensors import from_array, from_eager, to_array, to_eager
 
 _IN_XLA = (
     "{title}: an exchange between processes cannot be inside an XLA program: use jit_compile=False, as in "

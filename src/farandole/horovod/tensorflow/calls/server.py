@@ -23,10 +23,8 @@ from ...common.operations import begin, wait
 from ...exchange.layouts import layouts
 from ..errors import code_of, failures
 from ..installed import tf
-from .call import OperationCall
-from .library import Library
-from .scalars import generation
-from .tensors import from_memory, torch_type
+from .call import Library, OperationCall
+from .scalars import from_memory, generation, torch_type
 
 _MOST_DIMENSIONS = 254
 """TensorFlow's limit."""

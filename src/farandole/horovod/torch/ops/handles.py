@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....comm.named_ops.data.reductions import refuse_reduction
-from ....comm.named_ops.matching.matcher import DUPLICATE
+from ....comm.named_ops.matcher import DUPLICATE
 from ....comm.named_ops.operations import DTYPE_NAMES, Request, Ticket
+from ....comm.named_ops.reductions import refuse_reduction
 from ...common.basics import basics
 from ...common.exceptions import HorovodUnsupportedError
 from ...common.operations import begin, wait

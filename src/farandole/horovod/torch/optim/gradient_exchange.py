@@ -15,35 +15,43 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from ....comm.codecs.registry import can_have
 from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
 from ....comm.reducer.options import ReducerOptions
 from ....comm.reducer.reducer import GradientReducer
 from ....comm.world.store_sync import require_same
 from ....comm.world.world import World, world
-from ....core.vocabulary.codec_spec import NONE
+from ....core.job_plan import JobPlan
+from ....core.vocabulary.codec_spec import NONE, CodecSpec
 from ....core.vocabulary.errors import CommError
 from ....core.vocabulary.events import EXCHANGE, Phase
 from ....core.vocabulary.spec import Plan
 from ....observe.export.operation_timeline import BucketTimeline
-from ...common.applied_plan import agree_on_passes, apply_plan, codec_of_gradient, plan_for_named
+from ...common.applied_plan import (
+    FLAT,
+    HONOURED,
+    agree_on_passes,
+    apply_plan,
+    codec_of_gradient,
+    meaningless,
+    plan_for_named,
+)
 from ...common.basics import basics
 from ...common.compression import CodecCompressor, codec_of, name_of
 from ...common.exceptions import from_comm_error
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, Sum
+from ..ops.allgather import sparse_allreduce_async
 from ..ops.allreduce import ReduceOptions, begin_allreduce
 from ..ops.handles import synchronize, wait_for_all
-from ..ops.sparse import sparse_allreduce_async
-from .applied_plan import plan_for_reducer
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY, Names, noname
-from .sparse_as_dense import SparseAsDense
 
 
 @dataclass(frozen=True)
@@ -551,3 +559,71 @@ def _codec(name: str, parameter: torch.nn.Parameter, compression: Any, plan: Pla
         compression, CodecCompressor
     )
     return NONE if by_compressor else codec_of_gradient(name, parameter, plan)
+
+
+# The plan of the job as the reducer of one `DistributedOptimizer` applies it: see `common.applied_plan`.
+
+
+def plan_for_reducer(plan: Plan, compression: Any, parameters: Iterable[torch.Tensor], here: World) -> Plan:
+    """Return what the engine of one optimizer applies."""
+    spec = CodecSpec.parse(plan.codec)
+    by_script = codec_of(compression) not in (None, NONE)
+    if by_script and spec.is_applied and not any(can_have(each, spec) for each in parameters):
+        plan = replace(plan, codec=NONE)  # a small model has nothing to compress: no mistake in the script
+    # A threshold of 0 joins nothing, in the first bucket neither.
+    if plan.bucket_bytes:
+        plan = replace(plan, first_bucket_bytes=min(plan.first_bucket_bytes, plan.bucket_bytes))
+    if plan.timeout_seconds == Plan().timeout_seconds:
+        plan = replace(plan, timeout_seconds=here.timeout_seconds)
+    if plan.route == "hierarchical" and basics.running.settings.asks_for_hierarchy and not _has_hierarchy(here):
+        plan = replace(plan, route="auto")  # Horovod's flag means: inside a host first, where there are several
+    return plan
+
+
+def _has_hierarchy(here: World) -> bool:
+    return here.node_count > 1 and here.local_size > 1
+
+
+def refuse_for_adasum(job: JobPlan) -> None:
+    """Raise `PlanError` for keys that mean nothing if updates are exchanged instead of gradients."""
+    for key in job.changed():
+        if key in ("codec", "codec_for", "clip_norm") or (key not in HONOURED and key != "route"):
+            raise meaningless(job, key, "with op=Adasum no gradients travel")
+    if job.plan.route not in FLAT:
+        raise meaningless(job, "route", "with op=Adasum no gradients travel")
+
+
+@torch.no_grad()
+def clip_gradients(plan: Plan, parameters: Sequence[torch.Tensor]) -> None:
+    """Clip the mean gradients to the plan's norm, if it has one."""
+    if plan.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, plan.clip_norm)
+
+
+# Gradients that are sparse and travel as dense ones: made dense when they are ready, sparse again afterwards.
+#
+# Their optimizer sees what it would see without other ranks: `SparseAdam` takes no dense gradients, and others
+# make no step for rows that no rank used. As in Horovod they are sparse from ``synchronize()`` on.
+
+
+class SparseAsDense:
+    """Which gradients of one optimizer are sparse on this rank."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], *, all_are_sparse: bool) -> None:
+        """`all_are_sparse`: the optimizer takes no others, so those that this rank did not touch are, too."""
+        self._dimensions: dict[torch.Tensor, int] = dict.fromkeys(parameters, 1) if all_are_sparse else {}
+        """How many of the first dimensions a parameter's sparse gradient has indices for."""
+
+    def make_dense(self, parameter: torch.Tensor) -> None:
+        """Make a gradient dense, and remember that it was not."""
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            self._dimensions[parameter] = parameter.grad.sparse_dim()
+            replace_grad(parameter, parameter.grad.to_dense())
+
+    @torch.no_grad()
+    def make_sparse_again(self) -> None:
+        """Make those sparse that were; rows of zeros are left out."""
+        for parameter, dimensions in self._dimensions.items():
+            grad = parameter.grad
+            if grad is not None and not grad.is_sparse:
+                replace_grad(parameter, grad.to_sparse(dimensions))

@@ -13,8 +13,8 @@ from typing import Any
 
 import farandole
 
+from ....core.framing import FrameError, read_json
 from ....core.vocabulary.errors import LaunchError
-from ....core.wire.framing import FrameError, read_json
 from ...job.hosts import EmulatedHost, Host, HostFinder, HostSlots, LocalHost
 from ...ssh.link.frames import MESSAGE, Message
 from ...ssh.link.host_failure import explain

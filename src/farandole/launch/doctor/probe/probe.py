@@ -20,7 +20,7 @@ import sys
 import time
 from typing import Any
 
-from ....core.wire.framing import read_json
+from ....core.framing import read_json
 from ...ssh.link.frames import MESSAGE, Message, pipe_of_this_process
 from ..facts import to_answer
 from ..this_host import look_up, read_routes, read_this_host

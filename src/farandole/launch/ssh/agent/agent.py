@@ -11,7 +11,7 @@ import sys
 import time
 from dataclasses import replace
 
-from ....core.environ.env import inherited_environment
+from ....core.env import inherited_environment
 from ....core.vocabulary.run_files import read_crashes
 from ...job.placement import available_cores, bind_ranks, crowding_warnings, threads_per_rank
 from ...supervise.failure import Exit

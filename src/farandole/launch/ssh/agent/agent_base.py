@@ -17,11 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ....core.environ.env import read_ssh_connection
+from ....core.env import read_ssh_connection
+from ....core.framing import read_json
 from ....core.host.interfaces import Address, towards
 from ....core.vocabulary.errors import FarandoleError, LaunchError
 from ....core.vocabulary.run_files import PLAN, write_private
-from ....core.wire.framing import read_json
 from ...job.placement import ReservedPort
 from ...supervise.failure import out_of_memory_kills
 from ...supervise.ranks import HostRanks

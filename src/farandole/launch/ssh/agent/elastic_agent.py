@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ....core.environ.env import inherited_environment
+from ....core.env import inherited_environment
 from ....core.vocabulary.run_files import Crash
 from ...elastic.control import Frame
 from ...elastic.workers import Workers

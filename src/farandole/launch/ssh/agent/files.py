@@ -11,8 +11,8 @@ import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ....core.framing import FrameError
 from ....core.vocabulary import run_files
-from ....core.wire.framing import FrameError
 
 MOST_FILE_BYTES = 1 << 28
 MOST_FILES = 10_000

@@ -11,8 +11,8 @@ import threading
 import time
 from typing import Any
 
+from ....core.framing import FrameBuffer, FrameError, pack_frame, pack_json
 from ....core.vocabulary.errors import LaunchError
-from ....core.wire.framing import FrameBuffer, FrameError, pack_frame, pack_json
 from ...supervise.stopped_process import FailureDetector
 
 MOST_BYTES = 1 << 20

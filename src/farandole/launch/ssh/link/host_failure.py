@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ....core.framing import FrameError
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.text import elsewhere_remedy
-from ....core.wire.framing import FrameError
 from .frames import SILENCE_SECONDS, Message
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS, TOKEN_FILE, differences, own_versions

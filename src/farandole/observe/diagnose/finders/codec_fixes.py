@@ -17,10 +17,10 @@ from ....core.vocabulary.errors import PlanError
 from ....core.vocabulary.events import SETUP_CODABLE
 from ....core.vocabulary.units import format_bytes
 from ...figures.inexact import codec_of
-from ..facts.finding import LEAST_SHARE, Fix, Gain
-from ..facts.proposals import command_with
-from ..facts.step_table import StepTable
+from .finding import LEAST_SHARE, Fix, Gain
 from .network import LinkObservation
+from .proposals import command_with
+from .step_table import StepTable
 
 CodecCosts = Mapping[str, float]
 """CPU seconds per byte of float32, for encoding and decoding, by codec."""

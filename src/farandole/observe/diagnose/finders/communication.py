@@ -28,12 +28,12 @@ from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds
 from ...figures.figures import mean
 from ...figures.inexact import codec_of, few_meetings, is_late, sync_of
-from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
-from ..facts.proposals import command_with
-from ..facts.step_table import StepTable, accumulated, bucket_bytes_of, less_often, optimizer_steps_of, route_of
 from .codec_fixes import CodecCosts, codec_fixes
 from .disjoint import scaled_to
+from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
 from .network import LinkObservation, find_slow_link, link_line, network_of
+from .proposals import command_with
+from .step_table import StepTable, accumulated, bucket_bytes_of, less_often, optimizer_steps_of, route_of
 
 _BUCKETS = tuple(2**20 * size for size in (1, 2, 4, 8, 16, 25, 50, 100))
 _LEAST_CODED_BYTES = 2**20

@@ -21,8 +21,8 @@ from dataclasses import replace
 from ....core.vocabulary.events import DATA, OPTIMIZER, OTHER, UNDIVIDED
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE, COMPUTE_AND_REST
-from ..facts.finding import KINDS, LEAST_SHARE, OUTSIDE, Finding, format_cost
-from ..facts.step_table import StepTable
+from .finding import KINDS, LEAST_SHARE, OUTSIDE, Finding, format_cost
+from .step_table import StepTable
 
 COMMUNICATION = "communication"
 WAITING = "waiting"

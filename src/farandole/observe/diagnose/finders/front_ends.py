@@ -20,9 +20,9 @@ from ....core.vocabulary.events import CHECKPOINT, DATA, DDP, END_OF_EPOCH, EVAL
 from ....core.vocabulary.rules import MOST_ZERO
 from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.units import parse_bytes
-from ..facts.finding import Finding, Fix, format_cost
-from ..facts.proposals import distribute_by
-from ..facts.step_table import StepTable
+from .finding import Finding, Fix, format_cost
+from .proposals import distribute_by
+from .step_table import StepTable
 
 _ON_TORCH = "keras on torch"
 _AHEAD = (

@@ -20,10 +20,10 @@ from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_bytes, format_seconds, format_share
 from ...figures.figures import mean
 from ...figures.step_parts import COMPUTE_AND_REST
-from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
-from ..facts.proposals import command_with
-from ..facts.step_table import StepTable, computing_of, cores_together, rows_by_machine
 from .disjoint import COMMUNICATION, sources_of
+from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, format_cost
+from .proposals import command_with
+from .step_table import StepTable, computing_of, cores_together, rows_by_machine
 
 _BUSY_MACHINE = 0.9
 _LOST_SHARE = 0.15

@@ -22,9 +22,9 @@ from ....core.vocabulary import events
 from ....core.vocabulary.events import DATA
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median, mean
-from ..facts.finding import LEAST_SHARE, Finding, Fix, Gain, format_cost
-from ..facts.step_table import StepTable, cores_of, cores_together, rows_by_machine
+from .finding import LEAST_SHARE, Finding, Fix, Gain, format_cost
 from .host_facts import facts_of
+from .step_table import StepTable, cores_of, cores_together, rows_by_machine
 
 _MANY = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 _NEARLY = 1.02

@@ -30,11 +30,11 @@ from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from ...figures.figures import mean
 from ...figures.step_parts import WireTime, wires_of
-from ...format.rows import ExchangeRow, StepRow
-from ...read.timeline_reader import HostTraffic, links_between_hosts
-from ..facts.finding import SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
-from ..facts.proposals import doctor_line
-from ..facts.step_table import StepTable
+from ...records.rows import ExchangeRow, StepRow
+from ...records.timeline_reader import HostTraffic, links_between_hosts
+from .finding import SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
+from .proposals import doctor_line
+from .step_table import StepTable
 
 _USUAL_SHARE = 0.9
 _ALIKE = 2.0

@@ -16,8 +16,8 @@ from ....core.vocabulary import events
 from ....core.vocabulary.events import OPTIMIZER
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median, mean
-from ..facts.finding import LEAST_SHARE, Finding, Fix, Gain, confidence, format_cost
-from ..facts.step_table import StepTable, held_passes, passes_of
+from .finding import LEAST_SHARE, Finding, Fix, Gain, confidence, format_cost
+from .step_table import StepTable, held_passes, passes_of
 
 _LEAST_SHARE = 0.1
 """Fraction of a step: a smaller optimizer step is as it should be."""

@@ -31,10 +31,10 @@ from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import low_median, mean
 from ...figures.inexact import codec_of
-from ...format.rows import StepRow, step_seconds
-from ...read.run_reader import RunRecords
-from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
-from ..facts.step_table import StepTable, has_phases, is_pipeline
+from ...records.rows import StepRow, step_seconds
+from ...records.run_reader import RunRecords
+from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
+from .step_table import StepTable, has_phases, is_pipeline
 
 _SPIKE = 1.5
 """Times the median from which a step is a spike."""

@@ -35,11 +35,11 @@ from ....core.vocabulary.spec import Plan
 from ....core.vocabulary.text import name_ranks
 from ....core.vocabulary.units import format_seconds, format_share
 from ...figures.figures import mean, standard_deviation
-from ..facts.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost, stands_out
-from ..facts.proposals import command_with
-from ..facts.step_table import StepTable, has_phases
+from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost, stands_out
 from .host_facts import CpuStarvation, busy_thread_of, cpu_starvation_of
 from .loader_fixes import capped, loader_facts, loader_fixes
+from .proposals import command_with
+from .step_table import StepTable, has_phases
 
 _MOST_STRAGGLERS = 3
 _LEAST_JITTER_SHARE = 0.08

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from markupsafe import Markup
 
 from ...figures.summary import weighted_loss
-from ...format.rows import StepRow, ThinnedRow
-from ...read.timeline_reader import RankTimeline
-from ..charts.frame import Axes, Line, Point, line_chart
+from ...records.rows import StepRow, ThinnedRow
+from ...records.timeline_reader import RankTimeline
+from ..charts import Axes, Line, Point, line_chart
 from ..content import Block, Chart, Charts, Run, Section, number_of
 
 BINS = 100

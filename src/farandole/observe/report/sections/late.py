@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from markupsafe import Markup
 
 from ....core.vocabulary.events import EXCHANGE, STEP_PHASES
-from ...diagnose.facts.finding import stands_out
+from ...diagnose.finders.finding import stands_out
 from ...figures.figures import low_median, mean, median
 from ...figures.step_parts import StepParts
-from ...format.rows import StepRow
-from ..charts.frame import WIDTH, Label, apart, frame, number, shape
+from ...records.rows import StepRow
+from ..charts import WIDTH, Label, apart, frame, number, shape
 from ..content import Block, Chart, Run, Section, Table, Text, milliseconds, seconds
 
 LEAST_SHARE = 0.02

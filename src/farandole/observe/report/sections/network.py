@@ -13,7 +13,7 @@ from ....core.vocabulary.events import BucketFacts, BucketTimes
 from ....core.vocabulary.units import format_bits_per_second, format_bytes
 from ...figures.figures import median
 from ...figures.step_parts import rows_by_step, wires_of
-from ...format.rows import StepRow
+from ...records.rows import StepRow
 from ..content import (
     Block,
     Figures,

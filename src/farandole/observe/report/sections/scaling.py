@@ -13,8 +13,8 @@ from ....core.vocabulary.errors import FarandoleError
 from ....core.vocabulary.run_files import RUN, SUMMARY
 from ...figures.figures import amdahl, fit_amdahl
 from ...figures.summary import describe_efficiency
-from ...read.run_reader import read_facts
-from ..charts.frame import Axes, Line, line_chart
+from ...records.run_reader import read_facts
+from ..charts import Axes, Line, line_chart
 from ..content import Block, Chart, Code, Run, Section, Table, Text, number, percent
 
 AHEAD = 8

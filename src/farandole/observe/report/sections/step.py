@@ -6,7 +6,7 @@ from markupsafe import Markup
 
 from ....core.vocabulary.units import format_share
 from ...figures.step_parts import StepParts
-from ..charts.frame import Axes, limit, share_bar, shared, stacked_area
+from ..charts import Axes, limit, share_bar, shared, stacked_area
 from ..content import (
     NAMES,
     PARTS,

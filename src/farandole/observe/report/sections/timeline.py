@@ -11,8 +11,8 @@ from ....core.vocabulary.events import EXCHANGE, STEP_PHASES, Phase
 from ....core.vocabulary.units import format_seconds
 from ...figures.figures import median
 from ...figures.step_parts import WireTime, waits_of, wires_of
-from ...format.rows import StepRow
-from ..charts.frame import WIDTH, Label, apart, frame, number, shape, tick_texts, ticks
+from ...records.rows import StepRow
+from ..charts import WIDTH, Label, apart, frame, number, shape, tick_texts, ticks
 from ..content import Block as PageBlock
 from ..content import Chart, Run, Section, seconds
 

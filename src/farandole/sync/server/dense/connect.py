@@ -14,10 +14,10 @@ from ....comm.world.comm_errors import refuse_if_ended
 from ....comm.world.rendezvous import own_address
 from ....comm.world.store_sync import all_gather_json, require_equal
 from ....comm.world.world import World
-from ....core.environ.env import SECRET, read_job_secret, read_run_settings
+from ....core.env import SECRET, read_job_secret, read_run_settings
+from ....core.framing import keyed_hash
 from ....core.vocabulary.errors import LaunchError
 from ....core.vocabulary.sync_spec import SyncSpec
-from ....core.wire.framing import keyed_hash
 from ..client import ServerClient
 from ..loop import Limits
 from ..start import ServerPlace, ServerProcess, make_directory, start_server

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ....comm.gradients.grad_ownership import GradsAside
 from ....comm.world.world import World
-from ....core.environ.env import read_run_settings
+from ....core.env import read_run_settings
 from ....core.vocabulary.errors import ConfigError, PeerLost
 from ....core.vocabulary.run_files import mark_dispensable
 from ....core.vocabulary.spec import Plan

@@ -1,1 +1,0 @@
-"""``farandole bench collectives``: routes beside each other."""

@@ -1,1 +1,0 @@
-"""``farandole demo``: the whole story on one machine."""

@@ -1,1 +1,0 @@
-"""Measuring: intervals, links, warm-up, machine facts, ranks on hosts."""

@@ -1,1 +1,0 @@
-"""``farandole bench step``: training steps beside the rivals'."""

@@ -1,1 +1,0 @@
-"""Runs and timelines in the formats of other tools."""

@@ -1,1 +1,0 @@
-"""All-reduce inside one host, through memory that its ranks share."""

@@ -1,1 +1,0 @@
-"""The controller of named operations: its thread, shutdown, stalls, joins."""

@@ -1,1 +1,0 @@
-"""Moving the tensors of named operations."""

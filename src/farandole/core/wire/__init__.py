@@ -1,1 +1,0 @@
-"""Bytes on a connection: where a frame ends, and whether it may be trusted."""

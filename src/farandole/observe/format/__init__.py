@@ -1,1 +1,0 @@
-"""The records on disk: rows, their short form, and which of them a long run keeps."""

@@ -1,1 +1,0 @@
-"""Recording while a run trains: events to rows, host samples, traffic, progress."""

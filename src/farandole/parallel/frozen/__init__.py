@@ -1,1 +1,0 @@
-"""Frozen weights in few bits, and small adapters that train beside them."""

@@ -1,1 +1,0 @@
-"""Lower precision, without a change of the loop: plan keys ``precision`` and ``bf16_parameters``."""

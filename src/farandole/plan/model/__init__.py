@@ -1,1 +1,0 @@
-"""A model as figures: what its units compute, keep and send, without the model itself."""

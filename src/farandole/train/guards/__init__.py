@@ -1,1 +1,0 @@
-"""Warnings about trainings that run but are not distributed as meant."""

@@ -1,1 +1,0 @@
-"""Values of all ranks brought together, for metrics."""

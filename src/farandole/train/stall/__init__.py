@@ -1,1 +1,0 @@
-"""Ranks that do no steps: a thread that notices it, and says which rank is where."""

@@ -1,1 +1,0 @@
-"""The planner's best plans, each run for some steps in processes of its own."""
