@@ -1,4 +1,4 @@
-"""What a plain loop calls beside `fd.distribute`: `fd.accumulate`, `mean`, `phase`, `print`, `log`, turns of ranks."""
+"""What a plain loop calls beside `fd.distribute`: `accumulate`, `mean`, `phase`, `print`, `log`, `barrier`."""
 
 from __future__ import annotations
 
