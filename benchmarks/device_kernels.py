@@ -20,8 +20,7 @@ import torch
 
 from farandole.comm.codecs.codec import FeedbackState
 from farandole.comm.codecs.device_quantize import device_quantize
-from farandole.comm.codecs.native_quantize import Eager, eager_exchange
-from farandole.comm.codecs.quantize import piece_elements
+from farandole.comm.codecs.quantize import Eager, eager_exchange, piece_elements
 from farandole.comm.codecs.registry import require_packer
 from farandole.comm.device.accelerator import accelerators, model_of, timing_event
 from farandole.comm.messages import GroupRank

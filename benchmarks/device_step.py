@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.comm.device.accelerator import accelerators, backend_of, model_of, synchronize
-from farandole.comm.reducer.options import ReducerOptions
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.world.world import World
 from models import step_of
 from shared import median_ms, read_options

@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 
 from farandole.comm.codecs.registry import CodecInstance, make_codec
+from farandole.comm.codecs.units import SEGMENT_ELEMENTS
 from farandole.comm.messages import Exchange, Exchanged, GroupRank, Message
 from farandole.comm.native.build import loops
-from farandole.comm.sessions.units import SEGMENT_ELEMENTS
 from farandole.comm.transport.shared_tensor import PIECE_BYTES
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from shared import medians_ms, read_options, report, take_turns, timed

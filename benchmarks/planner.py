@@ -34,8 +34,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from farandole.core.cluster.cluster import Cluster, Coefficient
-from farandole.core.cluster.cluster_file import read_cluster
+from farandole.core.cluster import Cluster, Coefficient
+from farandole.core.cluster_file import read_cluster
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate, Prediction

@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # for `python -m benchmarks.verd
 
 import verdict_pages as pages
 from farandole.core.vocabulary.degrees import ORDER
-from farandole.observe.diagnose.finders.finding import OUTSIDE
+from farandole.observe.diagnose.finding import OUTSIDE
 from shared import ROOT
 from strangers import STRANGERS, Stranger
 from strangers_divided import DIVIDED

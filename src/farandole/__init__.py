@@ -55,13 +55,13 @@ if _typing.TYPE_CHECKING:
         mean,
         phase,
         print,  # noqa: A004 - the field's name
+        seed,
     )
     from .train.memory.find_micro_batch import find_micro_batch
     from .train.noise_scale import NoiseScale, noise_scale
     from .train.preemption import preempted
     from .train.prefetch import prefetch
     from .train.record import record
-    from .train.seed import seed
     from .train.session import init, shutdown
     from .train.verify.verify import verify
 
@@ -121,7 +121,7 @@ _HOME = {
     "noise_scale": "train.noise_scale",
     "notebook": "integrations.notebook",
     "record": "train.record",
-    "seed": "train.seed",
+    "seed": "train.loop",
     "verify": "train.verify.verify",
     "drain": "parallel.step",
     "evaluate": "parallel.step",

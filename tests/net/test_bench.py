@@ -168,8 +168,8 @@ def test_making_hosts_and_printing_help_import_no_torch() -> None:
 import sys
 from farandole.bench import collectives
 from farandole.bench import launch_ranks
-from farandole.bench import contender_names, step
-from farandole.cli.commands import command as bench
+from farandole.bench import step
+from farandole.cli.commands import bench
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.cluster.cluster import OPERATIONS
-from farandole.core.cluster.cluster_file import read_cluster
+from farandole.core.cluster import OPERATIONS
+from farandole.core.cluster_file import read_cluster
 from tests.warm import run
 
 pytestmark = [pytest.mark.net, pytest.mark.full("slow")]

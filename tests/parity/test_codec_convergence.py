@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from farandole.bench.data import load_text
 from farandole.comm.codecs.registry import make_codec
+from farandole.comm.codecs.units import fuse
 from farandole.comm.messages import Encoded, Encoding, GroupRank, simulate
-from farandole.comm.sessions.units import fuse
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec
 
 RANKS, STEPS, BATCH, CONTEXT = 4, 1000, 16, 4

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary import rules
 from farandole.core.vocabulary.degrees import ORDER
 from farandole.core.vocabulary.spec import Plan

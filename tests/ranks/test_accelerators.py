@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer.options import ReducerOptions, device_of
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine.options import ReducerOptions, device_of
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks

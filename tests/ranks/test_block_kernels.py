@@ -25,7 +25,7 @@ import torch
 from farandole.comm.codecs import device_quantize as product
 from farandole.comm.codecs.codec import FeedbackState
 from farandole.comm.codecs.device_quantize import DeviceQuantize
-from farandole.comm.codecs.native_quantize import NativeQuantize, eager_exchange
+from farandole.comm.codecs.quantize import NativeQuantize, eager_exchange
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.device import block_launches
 from farandole.comm.device.block_launches import BlockKernels, can_run, load_kernels

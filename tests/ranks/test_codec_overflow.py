@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.buckets.sharded_bucket import CodedShardBucket
+from farandole.comm.engine.coded_bucket import CodedBucket
+from farandole.comm.engine.sharded_bucket import CodedShardBucket
 from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.lower_precision import loss_scale_of
 from farandole.parallel.model import DistributedModel

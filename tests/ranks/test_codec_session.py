@@ -15,9 +15,9 @@ import torch
 
 import farandole as fd
 from farandole.comm.codecs.registry import make_codec
+from farandole.comm.engine.codec_session import CodecSession
 from farandole.comm.messages import GroupRank, as_encoding, simulate
 from farandole.comm.routes import connect_route
-from farandole.comm.sessions.session import CodecSession
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch
 from tests.ranks.pool import ranks

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.codecs import units as segments
+from farandole.comm.engine.coded_bucket import CodedBucket
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.messages import GroupRank, Message, Rounds
-from farandole.comm.reducer.reducer import GradientReducer
-from farandole.comm.sessions import units as segments
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError
 from farandole.parallel.model import DistributedModel

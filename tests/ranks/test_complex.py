@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import CodedBucket
-from farandole.comm.gradients.grad_ownership import FlatGradients
+from farandole.comm.engine.coded_bucket import CodedBucket
+from farandole.comm.engine.grad_ownership import FlatGradients
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits

@@ -11,7 +11,7 @@ from torch import nn
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm.codecs import native_quantize, packing
+from farandole.comm.codecs import packing, quantize
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
@@ -26,7 +26,7 @@ TYPES = [torch.float64, torch.bfloat16, torch.float16]
 @contextmanager
 def default(dtype: torch.dtype) -> Iterator[None]:
     """As in a script that sets it before the codecs are made for the first time."""
-    native_quantize._tried.cache_clear()
+    quantize._tried.cache_clear()
     packing._tables.clear()
     torch.set_default_dtype(dtype)
     try:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
+from farandole.comm.engine.coded_bucket import DeviceCodedBucket
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.test_device_engine import WIDTH, simulated, state_of

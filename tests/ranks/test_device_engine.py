@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs import device_quantize
-from farandole.comm.codecs.native_quantize import NativeQuantize
+from farandole.comm.codecs.quantize import NativeQuantize
 from farandole.comm.codecs.registry import make_codec
+from farandole.comm.codecs.units import UnitStates
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.reducer.in_flight import DeviceExchanges
-from farandole.comm.sessions.units import UnitStates
+from farandole.comm.engine.coded_bucket import DeviceCodedBucket
+from farandole.comm.engine.in_flight import DeviceExchanges
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.exchange_state import residual_layout
 from farandole.parallel.model import DistributedModel

@@ -17,8 +17,8 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.codecs.codec import leaves
+from farandole.comm.codecs.saved_state import merge
 from farandole.comm.messages import GroupRank, Message, Rounds
-from farandole.comm.sessions.saved_state import merge
 from farandole.core.vocabulary.errors import ConfigError
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data

@@ -16,9 +16,9 @@ from torch import nn
 from torch.nn import functional
 
 import farandole as fd
-from farandole.comm.rows.row_exchange import BlockMemory, Region, RowExchange
+from farandole.comm.engine.row_exchange import BlockMemory, Region, RowExchange
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.cluster.cluster import collective_work
+from farandole.core.cluster import collective_work
 from farandole.core.vocabulary import events
 from farandole.parallel.context.context import Context
 from farandole.parallel.model import DistributedModel

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.world.store_sync import all_gather_json, require_same
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
 from farandole.core.vocabulary.spec import Plan

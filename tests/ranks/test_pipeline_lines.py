@@ -15,7 +15,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.pipeline import apply, messages, ownership
+from farandole.parallel.pipeline import apply, cut_model, messages
 from farandole.parallel.pipeline import messages as peers
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_pipeline import Tied, chain, compare, cross_entropy, follow
@@ -83,7 +83,7 @@ def in_order() -> Generator[None, None, None]:
     with ExitStack() as stack:
         stack.callback(groups.close)
         stack.enter_context(patch.object(apply, "needs_lines", lambda _: True))
-        for module in (messages, ownership, peers):
+        for module in (messages, cut_model, peers):
             stack.enter_context(patch.object(module, "dist", groups))
         yield
 

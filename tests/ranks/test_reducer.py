@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer.options import ReducerOptions
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch
 from farandole.core.vocabulary.events import Event, Exchange

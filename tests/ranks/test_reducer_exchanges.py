@@ -15,9 +15,9 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.codecs.registry import make_codec
+from farandole.comm.engine.options import ReducerOptions, refuse_messages
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.messages import GroupRank, as_encoding, simulate
-from farandole.comm.reducer.options import ReducerOptions, refuse_messages
-from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.world.world import escape
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import PeerLost, PlanError, Stalled

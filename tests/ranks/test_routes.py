@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import farandole as fd
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.messages import GroupRank, Message, Rounds
-from farandole.comm.reducer.reducer import GradientReducer
 from farandole.comm.transport import shared_tensor
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.shared_tensor import SharedMemory, Unavailable

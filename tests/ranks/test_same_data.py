@@ -27,7 +27,7 @@ from torch.utils.data import (
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.train.data.random_state import generator_states
+from farandole.train.data.rank_sampler import generator_states
 from farandole.train.same_data import data_of
 from tests.ranks.pool import ranks
 

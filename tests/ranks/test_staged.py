@@ -17,7 +17,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm import routes as device_route
-from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
+from farandole.comm.engine.coded_bucket import DeviceCodedBucket
 from farandole.comm.messages import Message
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.staged_conductor import StagedConductor

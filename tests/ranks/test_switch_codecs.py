@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.buckets.coded_bucket import CodedBucket
+from farandole.comm.engine.coded_bucket import CodedBucket
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, data, own

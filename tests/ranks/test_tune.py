@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import farandole as fd
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.world.store_sync import all_gather_json, decide_on_first
 from farandole.core.env import TUNE, TuneSettings, changed_environment
 from farandole.core.step_model.bucket_plan import ExchangeKeys

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.comm.buckets.bucket import DenseBucket
+from farandole.comm.engine.bucket import DenseBucket
 from farandole.parallel.model import DistributedModel
 from farandole.train.verify.deep_check import DeepCheck
 from farandole.train.verify.joined import MeanCounts

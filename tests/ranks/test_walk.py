@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.reducer import autograd_hooks
+from farandole.comm.engine import autograd_hooks
 from farandole.core.vocabulary.events import NullRecorder
 from tests.ranks.pool import ranks
 
@@ -75,5 +75,5 @@ def test_files_from_the_hook_to_the_mean() -> None:
     files = {file: names for file, names in walk.files.items() if not file.endswith("vocabulary/events.py")}
     listed = "\n".join(f"{file}: {', '.join(sorted(names))}" for file, names in files.items())
     print(f"{len(files)} files\n{listed}")
-    assert {"comm/reducer/autograd_hooks.py", "comm/transport/transport.py"} <= files.keys(), listed
+    assert {"comm/engine/autograd_hooks.py", "comm/transport/transport.py"} <= files.keys(), listed
     assert len(files) <= LIMIT, f"{len(files)} files:\n{listed}"

@@ -34,7 +34,9 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("failures", "what failures mean: error texts of backends, and where ranks stand that wait"),
         ("schedule", "pipeline schedules: lists of actions, validated, simulated and drawn; pure arithmetic"),
         ("step_model", "how long a step takes: buckets, codecs and a link in, seconds out; pure arithmetic"),
-        ("cluster", "what a cluster's devices, links, codecs and disks give, as figures with sources; its file"),
+        ("cluster", "what a cluster's devices, links, codecs and disks give, as figures with sources"),
+        ("cluster_file", "its file, and the limits of its figures"),
+        ("cluster_presets", "clusters that are known, with the sources of their figures"),
         ("env", "the environment of this process: the one file that reads it"),
         ("job_plan", "the plan and the settings that a job was started with"),
         ("launchers", "the variables of each launcher: one file per launcher; the first that matches is used"),
@@ -50,20 +52,12 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("transport", "bytes between hosts: connections, messages, and the thread that drives them"),
         ("codecs", "codecs: compress gradients, exchange them, return their mean over the ranks"),
         ("routes", "the route of a bucket: flat, hierarchical, shared memory or messages"),
-        ("sessions", "exchanges of encoded tensors without autograd hooks, and what codecs keep for them"),
-        (
-            "gradients",
-            "the gradients of one rank: who owns `parameter.grad`, and what is accumulated until a later "
-            "pass",
-        ),
         (
             "autotune",
             "``codec = \"auto\"``: measure the link, the codecs and the backward pass; predict, choose, "
             "measure again",
         ),
-        ("rows", "rows of tensors between their owners and all ranks"),
-        ("buckets", "parameters that are exchanged together: their plan, memory and codecs"),
-        ("reducer", "gradients of a backward pass: hooks, passes, and buckets in flight"),
+        ("engine", "gradients of a backward pass: who owns them, buckets, rows, hooks, what is in flight"),
         ("named_ops", "operations that ranks submit in any order, matched by name"),
         ("backend", 'a `torch.distributed` process group: `init_process_group("farandole")`'),
     ],
@@ -84,24 +78,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "observe": [
         ("records", "the records of a run: written while it trains, kept short on disk, read again on one clock"),
         ("figures", "the figures of a run: one definition of a step's parts, of waits and of the closing summary"),
-        ("diagnose/finders", "one file for each cause that a diagnosis can name, and what they look at"),
-        ("diagnose", "where a run's time goes, and how to improve it: `diagnose` a run directory, `compare` two"),
+        ("diagnose", "where a run's time goes, one file a cause; `diagnose` a run directory, `compare` two"),
         (
             "export",
             "a run in the formats of other tools: one file per format; the timeline of operations",
-        ),
-        (
-            "report/content",
-            "input of the sections: the run that was read, blocks of a page, formatting of quantities",
-        ),
-        (
-            "report/charts",
-            "charts as inline SVG in a frame of HTML labels: text keeps its size on a phone, shapes stretch "
-            "to the width",
-        ),
-        (
-            "report/sections",
-            "the sections of the page, one per file: a `Run` goes in, a `Section` or None comes out",
         ),
         (
             "report",
@@ -135,10 +115,9 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("rows", "tables of rows by id at servers: shards, optimizers of rows, pulls and pushes, copies"),
     ],
     "parallel": [
-        ("blocks", "the repeated blocks of a model: one definition for all who ask"),
         ("model", "the owner of all that belongs to one distributed model, and the strategies that make it; names "
          "types of files below, as fields"),
-        ("changed_class", "modules whose class is changed in place, and whose copies are of the plain class"),
+        ("changed_class", "modules whose class is changed in place; the repeated blocks of a model"),
         ("mesh", "groups and parts of the world by the degrees of a plan"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
         ("seeds", "random numbers of a divided model: equal where ranks compute the same"),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.style.tables import source
 
-OWNER = "comm/gradients/grad_ownership"
+OWNER = "comm/engine/grad_ownership"
 
 
 def _assigned(tree: ast.AST) -> Iterator[int]:

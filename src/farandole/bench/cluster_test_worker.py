@@ -26,10 +26,10 @@ import farandole as fd
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..train.verify.verify import Check
+from .collectives import Run
 from .data import load_text
 from .models import LanguageModel
 from .own_routes import Connections, make_connections, make_sums
-from .routes import Run
 
 CONTEXT, BATCH = 64, 8
 LEAST_STEPS = 20

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ..comm.world.world import World
 from ..train.session import init
+from .collectives import ROUTES, Run
 from .intervals import NotMeasurable, sent_bytes
-from .routes import ROUTES, Run
 
 _REPEATED_BYTES = 4 * 2**20
 _MOST_REPEATS = 32

@@ -29,6 +29,7 @@ from ..core.env import share_device
 from ..core.vocabulary.errors import ConfigError
 from ..parallel.model import DistributedModel
 from ..train.verify.verify import Check, fingerprint
+from .cluster_test import SHARED_KINDS
 from .codecs_check import (
     CPU,
     FORMS,
@@ -42,7 +43,6 @@ from .codecs_check import (
     find_devices,
     operations_with_other_bits,
 )
-from .device_test import SHARED_KINDS
 
 
 def main() -> None:

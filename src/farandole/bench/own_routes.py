@@ -11,8 +11,8 @@ from functools import partial
 
 import torch
 
+from ..comm.codecs.units import SEGMENT_ELEMENTS
 from ..comm.messages import Message, Reduction, add_rows, reduce_scatter_all_gather
-from ..comm.sessions.units import SEGMENT_ELEMENTS
 from ..comm.transport.comm_thread import CommThread, SegmentWork
 from ..comm.transport.rank_group import RankGroup
 from ..comm.transport.shared_tensor import SharedMemory, SharedTensor, Unavailable

@@ -30,10 +30,10 @@ from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError, FarandoleError
 from ..train.distribute import distribute
 from ..train.session import init
-from .contender_names import MODELS, PRECISIONS, Settings, check_contender, plan_of
 from .intervals import NotMeasurable, sent_bytes
 from .machine import has_16_bits
 from .models import BERT_VOCABULARY, Bert, LanguageModel, SmallCNN, mlp, resnet50, vgg16
+from .step import MODELS, PRECISIONS, Settings, check_contender, plan_of
 
 STEPS_UNTIL_CHOSEN = 4
 """Codec "auto" profiles three steps, and its first step by the new codec makes the buckets."""

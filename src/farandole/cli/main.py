@@ -13,9 +13,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from ..core.host.sanitize import plain
 from ..core.vocabulary.errors import ConfigError, FarandoleError
-from ..core.vocabulary.text import did_you_mean, write_notice
+from ..core.vocabulary.text import did_you_mean, plain, write_notice
 from ..version import VERSION
 
 COMMANDS = {
@@ -41,11 +40,8 @@ COMMANDS = {
     "timeline": "make one timeline of those of all ranks",
 }
 
-_MODULES = {
-    "test": "cluster_test", "measure": "planner.measure", "explain": "planner.explain",
-    "simulate": "planner.simulate", "tune": "planner.tune",
-}  # fmt: skip
-"""Modules of commands that have another name: in a folder, a keyword, and a name that pytest would collect."""
+_MODULES = {"test": "cluster_test"}
+"""Modules of commands that have another name: pytest would collect this one."""
 
 _GONE = {
     "import": "record the training itself: farandole run, or farandole.record(model, optimizer)",

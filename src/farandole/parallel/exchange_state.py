@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
+from ..comm.codecs.saved_state import Entry, merge, require_entry
 from ..comm.device.streams import has_streams
-from ..comm.reducer.options import device_of
-from ..comm.reducer.reducer import GradientReducer
-from ..comm.sessions.saved_state import Entry, merge, require_entry
+from ..comm.engine.options import device_of
+from ..comm.engine.reducer import GradientReducer
 from ..comm.world.world import world
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.degrees import ORDER, Degrees, degrees_of

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from ..comm.reducer.reducer import GradientReducer
+    from ..comm.engine.reducer import GradientReducer
     from ..comm.world.world import World
     from .lower_precision import LowerPrecision
     from .mesh import Mesh

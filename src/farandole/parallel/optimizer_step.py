@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..comm.autotune.autotuner import Autotuner
-from ..comm.reducer.reducer import GradientReducer
+from ..comm.engine.reducer import GradientReducer
 from ..comm.world.world import has_world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.sync_spec import SyncSpec

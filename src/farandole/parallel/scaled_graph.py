@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..comm.gradients.parameters import refuse_second_order
+from ..comm.engine.parameters import refuse_second_order
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError

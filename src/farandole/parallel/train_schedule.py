@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm.gradients.grad_ownership import drop_grads
+from ..comm.engine.grad_ownership import drop_grads
 from ..comm.world.store_sync import all_gather_json
 from ..core.vocabulary.errors import PlanError
 from ..core.vocabulary.spec import Plan

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from ..core.cluster.cluster import Cluster
+from ..core.cluster import Cluster
 from ..core.step_model.prediction import MeasuredStep
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError, PlanError

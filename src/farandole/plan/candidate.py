@@ -30,7 +30,7 @@ class CollectiveCalls:
     """Equal calls of one collective in a step, on one rank."""
 
     operation: str
-    """One of `farandole.core.cluster.cluster.OPERATIONS`."""
+    """One of `farandole.core.cluster.OPERATIONS`."""
     degree: str
     """Whose ranks call it: "data", "shard", "tensor", "pipeline", "expert" or "context"."""
     ranks: int

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..core.cluster.cluster import Cluster, Coefficient
+from ..core.cluster import Cluster, Coefficient
 from ..core.vocabulary.errors import ConfigError
 
 _SPEED = "_per_second"

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from ..core.cluster.cluster import Cluster, Coefficient, with_ranks
+from ..core.cluster import Cluster, Coefficient, with_ranks
 from ..core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ..core.vocabulary.rules import check

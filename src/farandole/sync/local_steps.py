@@ -16,8 +16,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..comm.gradients.grad_ownership import GradsAside
-from ..comm.reducer.options import ExtraTensors
+from ..comm.engine.grad_ownership import GradsAside
+from ..comm.engine.options import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan

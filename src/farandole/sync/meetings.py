@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from ..comm.codecs.codec import is_finite
 from ..comm.codecs.registry import can_have
 from ..comm.device.streams import OtherThread
+from ..comm.engine.codec_session import CodecSession
+from ..comm.engine.options import ExtraTensors
 from ..comm.messages import bytes_of
-from ..comm.reducer.options import ExtraTensors
 from ..comm.routes import Route, connect_route
-from ..comm.sessions.session import CodecSession
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
 from ..core.step_model.link import ring_factor

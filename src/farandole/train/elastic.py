@@ -34,6 +34,7 @@ from ..core.framing import FrameError
 from ..core.launchers.rank_variables import adopt_rank_variables
 from ..core.vocabulary.errors import CommError, ConfigError, LaunchError, Mismatch
 from ..launch.elastic.control import (
+    NO_STATE,
     NONCE_BYTES,
     Frame,
     frame_signer,
@@ -44,7 +45,6 @@ from ..launch.elastic.control import (
     sign,
     verify,
 )
-from ..launch.elastic.generation import NO_STATE
 from ..launch.job.placement import ReservedPort
 
 if TYPE_CHECKING:

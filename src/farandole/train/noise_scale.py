@@ -22,8 +22,8 @@ import math
 
 from torch import nn
 
-from ..comm.reducer.noise_sums import NoiseReading, NoiseSums
-from ..comm.reducer.reducer import GradientReducer
+from ..comm.engine.noise_sums import NoiseReading, NoiseSums
+from ..comm.engine.reducer import GradientReducer
 from ..comm.world.store_sync import all_gather_json, require_same
 from ..comm.world.world import World, world
 from ..core.vocabulary.codec_spec import AUTO, CodecSpec

@@ -41,12 +41,12 @@ from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import DataWait
 from ..core.vocabulary.text import write_notice
 from ..core.vocabulary.units import format_seconds, format_share
-from ..observe.diagnose.finders.loader_fixes import LoaderFacts
+from ..observe.diagnose.loader_fixes import LoaderFacts
 from ..parallel.instrument.training_facts import note_loader, own_cores
 from .data.ahead_thread import AheadThread, draw_into
 from .data.loader import ShardedLoader
 from .data.loader_watch import leave_out, samples_of
-from .data.random_state import generator_states
+from .data.rank_sampler import generator_states
 from .data.told_later import DrawnAhead, Handover, LoopWait, Tell, drawing_for, drawn_ahead
 from .data.worker_cores import LEAST_BATCHES, TunedLoaders, on_worker_cores, worker_cores
 

@@ -13,7 +13,7 @@ from farandole.bench.cluster_test import Proof, check_rate
 from farandole.bench.cluster_test_worker import KINDS, SIZES, CollectiveCase, cases, check, inputs
 from farandole.bench.launch_ranks import account_of, read_message
 from farandole.cli.commands.cluster_test import make_parser, page, run_words
-from farandole.cli.options.cluster_options import with_slots
+from farandole.cli.options.host_options import with_slots
 
 OK = {"name": "collectives", "passed": True, "answer": "12 exchanges", "remedy": ""}
 BAD = {"name": "training", "passed": False, "answer": "loss went up", "remedy": "look"}

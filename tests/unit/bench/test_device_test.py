@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from farandole.bench import codecs_check, device_test
+from farandole.bench import cluster_test, codecs_check
 from farandole.bench.codecs_check import (
     FORMS,
     OPERATIONS,
@@ -33,8 +33,8 @@ from farandole.bench.codecs_check import (
 )
 from farandole.bench.launch_ranks import FollowedJob
 from farandole.cli.commands.cluster_test import main
-from farandole.comm.codecs.native_quantize import NativeQuantize
 from farandole.comm.codecs.packing import BFloat16, Integers
+from farandole.comm.codecs.quantize import NativeQuantize
 from farandole.comm.codecs.registry import runs_on_devices
 from farandole.comm.device import tested
 from farandole.comm.device.streams import simulate_device
@@ -225,7 +225,7 @@ def answers(monkeypatch: pytest.MonkeyPatch, *jobs: FollowedJob) -> list[list[st
         started.append(command)
         return left.pop(0)
 
-    monkeypatch.setattr(device_test, "follow_job", follow)
+    monkeypatch.setattr(cluster_test, "follow_job", follow)
     return started
 
 

@@ -11,8 +11,8 @@ import pytest
 from farandole.bench.cluster import from_runs
 from farandole.bench.cluster.from_runs import correct_cluster, describe_refit
 from farandole.cli.main import run
-from farandole.core.cluster.cluster import collective_work
-from farandole.core.cluster.cluster_file import read_cluster, write_cluster
+from farandole.core.cluster import collective_work
+from farandole.core.cluster_file import read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.refit import Observation
 from tests.unit.observe.synthetic import Machine, write_run

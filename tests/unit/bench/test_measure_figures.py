@@ -27,8 +27,8 @@ from farandole.bench.cluster.rounds import (
     slowdown_figure,
 )
 from farandole.comm.world.world import World
-from farandole.core.cluster.cluster import collective_work, compare_clusters
-from farandole.core.cluster.limits import check_cluster
+from farandole.core.cluster import collective_work, compare_clusters
+from farandole.core.cluster_file import check_cluster
 from farandole.train.analysis.record import flops_of
 from tests.unit.core.test_cluster_file import small_cluster
 

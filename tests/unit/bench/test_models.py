@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.bench.contender_names import MODELS
 from farandole.bench.models import Bert, LanguageModel, SmallCNN, resnet50, vgg16
+from farandole.bench.step import MODELS
 from farandole.bench.step_worker import WORKS, parameters_of
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from farandole.bench import step_worker as worker
-from farandole.bench.contender_names import PRECISIONS
+from farandole.bench.step import PRECISIONS
 from farandole.bench.step_worker import Contender
 from farandole.comm.world.world import World
 

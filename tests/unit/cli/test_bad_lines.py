@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.host.sanitize import plain, quoted
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.core.vocabulary.text import plain, quoted
 from farandole.launch.job.hosts import HostSlots, parse_hostfile, read_hostfile
 from tests.line_fuzz import yaml_bomb
 

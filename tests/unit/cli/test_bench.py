@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from farandole.bench.codecs import format_codecs
-from farandole.bench.collectives import format_collectives
-from farandole.bench.contender_names import check_contender, expand, plan_of, read_contenders, settings_of
+from farandole.bench.collectives import OPERATIONS, ROUTES, format_collectives
 from farandole.bench.intervals import (
     bound_seconds,
     format_table,
@@ -19,8 +18,15 @@ from farandole.bench.intervals import (
     paired_ratio,
     sent_bytes,
 )
-from farandole.bench.routes import OPERATIONS, ROUTES
-from farandole.bench.step import compare, format_step
+from farandole.bench.step import (
+    check_contender,
+    compare,
+    expand,
+    format_step,
+    plan_of,
+    read_contenders,
+    settings_of,
+)
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from tests.unit.cli.test_cli import call

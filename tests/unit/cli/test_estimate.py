@@ -13,7 +13,7 @@ from farandole.cli.main import run
 from farandole.core.host.process_status import resident_bytes
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES
 from farandole.plan.memory_page import CATEGORIES, ProcessMemory
-from farandole.train.analysis import estimate
+from farandole.train.analysis import analyse as analysis
 
 MODEL = """\
 import torch
@@ -70,7 +70,7 @@ PROCESS = ProcessMemory(331_000_000, 335_000_000)
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(estimate, "process_before_model", lambda: PROCESS)
+    monkeypatch.setattr(analysis, "process_before_model", lambda: PROCESS)
     (tmp_path / "training_of_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -326,7 +326,7 @@ def test_the_page_counts_the_process_and_ends_with_the_command_of_what_fits(
 
 
 def test_the_process_is_what_is_resident_with_the_modules_of_a_rank() -> None:
-    found = estimate.process_before_model()
+    found = analysis.process_before_model()
     assert found.resident_bytes == pytest.approx(resident_bytes(), rel=0.2)
     assert found.data_bytes > 50_000_000, f"torch alone is more: {found}"
     assert {"farandole.train.distribute", "farandole.train.session"} <= set(sys.modules), "of distribute and init"

@@ -18,7 +18,7 @@ from farandole.plan.cost.held import memory_of_candidate
 from farandole.plan.memory import STAGES, Setting, memory_of
 from farandole.plan.memory_page import Choice, ProcessMemory
 from farandole.plan.profile import ModelProfile
-from farandole.train.analysis import estimate
+from farandole.train.analysis import analyse as analysis
 from farandole.train.analysis.analyse import analyse
 from tests.unit.plan.search.models import make_profile
 
@@ -56,8 +56,8 @@ def analyse_once(*functions: Any, **options: Any) -> ModelProfile:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "process_before_model", ProcessMemory)
-    monkeypatch.setattr(estimate, "analyse", analyse_once)
+    monkeypatch.setattr(analysis, "process_before_model", ProcessMemory)
+    monkeypatch.setattr(analysis, "analyse", analyse_once)
     (tmp_path / "divided_of_test.py").write_text(MODEL)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])

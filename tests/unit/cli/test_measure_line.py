@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.cluster.cluster_file import read_cluster, write_cluster
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster_file import read_cluster, write_cluster
+from farandole.core.cluster_presets import preset_cluster
 from tests.unit.core.test_cluster_file import small_cluster
 
 

@@ -11,7 +11,7 @@ import torch
 
 import farandole as fd
 from farandole.cli.main import run
-from farandole.core.cluster.cluster_file import read_cluster, write_cluster
+from farandole.core.cluster_file import read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.profile_file import read_profile, write_profile

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from farandole.comm.buckets import bucket as dense_bucket
-from farandole.comm.buckets import bucket as sparse_bucket
-from farandole.comm.reducer import count_calls, in_flight
-from farandole.comm.reducer.options import ReducerOptions
-from farandole.comm.reducer.reducer import GradientReducer
+from farandole.comm.engine import bucket as dense_bucket
+from farandole.comm.engine import bucket as sparse_bucket
+from farandole.comm.engine import count_calls, in_flight
+from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.routes import Route
 from farandole.comm.transport.comm_thread import CommThread
 from farandole.comm.transport.rank_group import RankGroup

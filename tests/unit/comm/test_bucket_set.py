@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from farandole.comm.buckets.bucket import Bucket
-from farandole.comm.buckets.bucket_set import BucketSet, ChosenCodecs
-from farandole.comm.gradients.parameters import ParameterTable
+from farandole.comm.engine.bucket import Bucket
+from farandole.comm.engine.bucket_set import BucketSet, ChosenCodecs
+from farandole.comm.engine.parameters import ParameterTable
 from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.spec import Plan

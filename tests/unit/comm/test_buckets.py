@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.autotune.probe import ProbeRequest
-from farandole.comm.buckets.bucket import MARKS, DenseBucket, SparseBucket
-from farandole.comm.buckets.bucket_set import BucketSet
-from farandole.comm.buckets.coded_bucket import CarryOver, CodedBucket
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.gradients.grad_ownership import FlatGradients
-from farandole.comm.gradients.parameters import layout_of
-from farandole.comm.reducer.in_flight import BucketTimer
+from farandole.comm.engine.bucket import MARKS, DenseBucket, SparseBucket
+from farandole.comm.engine.bucket_set import BucketSet
+from farandole.comm.engine.coded_bucket import CarryOver, CodedBucket
+from farandole.comm.engine.grad_ownership import FlatGradients
+from farandole.comm.engine.in_flight import BucketTimer
+from farandole.comm.engine.parameters import layout_of
 from farandole.comm.routes import Route
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.comm.transport.rank_group import RankGroup
@@ -500,7 +500,7 @@ class Work(dist.Work):
 def test_work_of_the_backend_ends_when_it_is_done_and_not_when_it_was_waited_for(
     on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("farandole.comm.reducer.in_flight.time.monotonic", lambda: 7.0)
+    monkeypatch.setattr("farandole.comm.engine.in_flight.time.monotonic", lambda: 7.0)
     work = Work()
     timer, bucket = BucketTimer(6.0, work, on_host=on_host), dense(parameters_of((3,)))
     assert timer.close(bucket, [0.0] * 11, 9.0).end_seconds == 9.0, "it is not known yet"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from farandole.comm.sessions.session import CodecSession
+from farandole.comm.engine.codec_session import CodecSession
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch
 from tests.unit.comm.ranks_in_threads import Rank, play

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from farandole.comm.codecs.codec import Codec, ErrorFeedback, leaves
 from farandole.comm.codecs.registry import bare_codec, make_codec
 from farandole.comm.codecs.topk import Positions, PowerSGD, exact_top, sampled_top
+from farandole.comm.codecs.units import fuse
 from farandole.comm.messages import (
     Encoded,
     Encoding,
@@ -28,7 +29,6 @@ from farandole.comm.messages import (
     reduce_scatter_all_gather,
     simulate,
 )
-from farandole.comm.sessions.units import fuse
 from farandole.core.step_model.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays
 from farandole.core.vocabulary.errors import PlanError

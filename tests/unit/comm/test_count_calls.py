@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 from torch import nn
 
-from farandole.comm.reducer import count_calls
-from farandole.comm.reducer.count_calls import CountCalls
+from farandole.comm.engine import count_calls
+from farandole.comm.engine.count_calls import CountCalls
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import Mismatch

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from farandole.comm.autotune.probe import ProbeRequest
-from farandole.comm.buckets.bucket import Bucket, DenseBucket
-from farandole.comm.buckets.coded_bucket import DeviceCodedBucket
 from farandole.comm.codecs.registry import make_codec, runs_on_devices
 from farandole.comm.codecs.topk import Positions
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.gradients.parameters import layout_of
+from farandole.comm.engine.bucket import Bucket, DenseBucket
+from farandole.comm.engine.coded_bucket import DeviceCodedBucket
+from farandole.comm.engine.parameters import layout_of
 from farandole.comm.messages import Message, received_shape
 from farandole.comm.routes import Route
 from farandole.comm.transport import staged_conductor

@@ -8,14 +8,14 @@ from typing import cast
 import pytest
 import torch
 
-from farandole.comm.gradients.grad_ownership import LocalAccumulation, lie_as_parameters, zero_missing_grads
-from farandole.comm.gradients.parameters import (
+from farandole.comm.engine.grad_ownership import LocalAccumulation, lie_as_parameters, zero_missing_grads
+from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.parameters import (
     describe_parameter,
     layout_of,
     require_dense_parameters,
 )
-from farandole.comm.reducer.options import ReducerOptions
-from farandole.comm.reducer.parts import SingleGradientGuard
+from farandole.comm.engine.parts import SingleGradientGuard
 from farandole.core.vocabulary.errors import ConfigError
 
 

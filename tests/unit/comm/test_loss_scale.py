@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from farandole.comm.gradients.grad_ownership import LossScale
+from farandole.comm.engine.grad_ownership import LossScale
 
 
 def test_the_change_since_the_last_exchange() -> None:

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.codecs import native_quantize as fused_module
+from farandole.comm.codecs import quantize as fused_module
 from farandole.comm.codecs.codec import FeedbackState, leaves
-from farandole.comm.codecs.native_quantize import NativeQuantize
+from farandole.comm.codecs.quantize import NativeQuantize
 from farandole.comm.codecs.registry import CodecInstance, make_codec
 from farandole.comm.messages import Encoded, Encoding, GroupRank, Message, as_encoding, simulate
 from farandole.comm.native import build

@@ -13,9 +13,9 @@ from torch import nn
 
 from farandole.comm.autotune.profile import PassTimings
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.reducer.autograd_hooks import PassTimes
-from farandole.comm.reducer.in_flight import OpenRoute
-from farandole.comm.reducer.options import REMEDY, device_of, refuse_messages
+from farandole.comm.engine.autograd_hooks import PassTimes
+from farandole.comm.engine.in_flight import OpenRoute
+from farandole.comm.engine.options import REMEDY, device_of, refuse_messages
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import BACKWARD, BucketFacts, BucketLayout, Exchange, Phase
@@ -328,7 +328,7 @@ def test_an_exchange_and_the_backward_pass_before_it_are_recorded() -> None:
 
 def test_times_of_a_step_for_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("farandole.comm.reducer.autograd_hooks.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("farandole.comm.engine.autograd_hooks.time.monotonic", lambda: now[0])
     times = PassTimes([7.0, 7.0])
     times.open(2, is_tuned=True)
     assert times.ready_seconds == [0.0, 0.0]
@@ -352,7 +352,7 @@ def test_forward_begins_once_a_step_and_asks_for_what_is_wrong_with_the_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now = [10.0]
-    monkeypatch.setattr("farandole.comm.reducer.reducer.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("farandole.comm.engine.reducer.time.monotonic", lambda: now[0])
 
     def body(rank: Rank) -> None:
         named, asked = parameters_of(a=(3,)), list[int]()

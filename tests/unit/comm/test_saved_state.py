@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from farandole.comm.codecs import saved_state
 from farandole.comm.codecs.codec import leaves
 from farandole.comm.codecs.registry import CodecInstance, make_codec
+from farandole.comm.codecs.saved_state import check, common_part, export, merge, restore
+from farandole.comm.codecs.units import CodedFlat, FlatPart
 from farandole.comm.messages import GroupRank
-from farandole.comm.sessions import saved_state
-from farandole.comm.sessions.saved_state import check, common_part, export, merge, restore
-from farandole.comm.sessions.units import CodedFlat, FlatPart
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import ConfigError
@@ -190,7 +190,7 @@ def test_padding_is_of_one_layout_only() -> None:
 
 
 def segments_of(monkeypatch: pytest.MonkeyPatch, elements: int) -> None:
-    monkeypatch.setattr("farandole.comm.sessions.units.segment_elements", lambda *_: elements)
+    monkeypatch.setattr("farandole.comm.codecs.units.segment_elements", lambda *_: elements)
 
 
 def test_numbers_of_each_segment_go_back_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

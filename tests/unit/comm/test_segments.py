@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.comm.sessions.units import MULTIPLE, SEGMENT_ELEMENTS, segment_elements
+from farandole.comm.codecs.units import MULTIPLE, SEGMENT_ELEMENTS, segment_elements
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8, 64])

@@ -10,8 +10,8 @@ import torch
 
 from farandole.comm.codecs.codec import leaves
 from farandole.comm.codecs.registry import make_codec
+from farandole.comm.codecs.units import CodedFlat, FlatPart, UnitStates, fuse
 from farandole.comm.messages import Encoded, Encoding, GroupRank, Message, simulate
-from farandole.comm.sessions.units import CodedFlat, FlatPart, UnitStates, fuse
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.core.vocabulary.codec_spec import CodecSpec
 
@@ -161,7 +161,7 @@ def test_units_are_segments_of_this_ranks_slice(monkeypatch: pytest.MonkeyPatch)
         asked.append(how)
         return 12
 
-    monkeypatch.setattr("farandole.comm.sessions.units.segment_elements", step)
+    monkeypatch.setattr("farandole.comm.codecs.units.segment_elements", step)
     made = flat_of("int8", bounds=(8, 40), local_size=2)
     assert asked == [(32, 2, 1023)]
     assert [(float(unit[0]), len(unit)) for unit in made.by_unit(torch.arange(64.0))] == [
@@ -188,7 +188,7 @@ def test_units_are_segments_of_this_ranks_slice(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parts_whose_state_overflowed_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("farandole.comm.sessions.units.segment_elements", lambda *_: 12)
+    monkeypatch.setattr("farandole.comm.codecs.units.segment_elements", lambda *_: 12)
     made, flat = flat_of("topk:0.1"), torch.zeros(64)
     assert made.begin(made.by_unit(flat)) == []
     residual_of(made.states, 1)[5] = torch.nan  # element 17, of the second part

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.cluster.cluster import (
+from farandole.core.cluster import (
     OPERATIONS,
     Cluster,
     CodecCost,
@@ -22,7 +22,7 @@ from farandole.core.cluster.cluster import (
     figures_of,
     is_changed,
 )
-from farandole.core.cluster.cluster_file import number_text, read_cluster, write_cluster
+from farandole.core.cluster_file import number_text, read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.cluster.cluster import figures_of, with_ranks
-from farandole.core.cluster.cluster_file import read_cluster, write_cluster
-from farandole.core.cluster.limits import check_cluster
-from farandole.core.cluster.presets import DEVICES, NETWORKS, find_cluster, preset_cluster
+from farandole.core.cluster import figures_of, with_ranks
+from farandole.core.cluster_file import check_cluster, read_cluster, write_cluster
+from farandole.core.cluster_presets import DEVICES, NETWORKS, find_cluster, preset_cluster
 from farandole.core.vocabulary.errors import ConfigError
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from farandole.horovod.array_verification import digest_of, leaves_of
-from farandole.train.seed import rank_seed
+from farandole.train.loop import rank_seed
 
 Pair = namedtuple("Pair", "x y")
 

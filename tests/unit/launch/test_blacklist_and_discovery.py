@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
-from farandole.launch.elastic.blacklist import Blacklist
 from farandole.launch.elastic.discovery import Discovery, parse_hosts
+from farandole.launch.elastic.roster import Blacklist
 
 
 def test_a_failed_host_is_closed_for_ever_without_a_range() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.elastic.generation import NO_STATE, Worker
+from farandole.launch.elastic.control import NO_STATE, Worker
 from farandole.launch.elastic.roster import assign, choose, update_kind, vacancies
 
 HOSTS = ["a", "b", "c"]

@@ -14,7 +14,7 @@ from farandole.core.framing import pack_frame
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import PLAN, Crash
 from farandole.launch.elastic.control import Frame
-from farandole.launch.elastic.worker_host import WorkerHost
+from farandole.launch.elastic.workers import WorkerHost
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.hosts import Host, HostFinder, HostSlots
 from farandole.launch.ssh.elastic_host import SshHostPool

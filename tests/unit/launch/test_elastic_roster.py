@@ -9,10 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.launch.elastic.blacklist import Blacklist
 from farandole.launch.elastic.options import ElasticOptions
-from farandole.launch.elastic.orders import Kill, Order, Say, Start, Stop, Tell
-from farandole.launch.elastic.roster import ElasticState
+from farandole.launch.elastic.roster import Blacklist, ElasticState, Kill, Order, Say, Start, Stop, Tell
 
 
 class Job:

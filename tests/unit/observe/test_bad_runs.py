@@ -19,8 +19,8 @@ from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.export.formats import export_run
 from farandole.observe.records import timeline_reader as sampling
 from farandole.observe.report.content import read
+from farandole.observe.report.curves import rates
 from farandole.observe.report.page import render
-from farandole.observe.report.sections.curves import rates
 
 from .report.full_runs import full_run
 from .runs import make_run

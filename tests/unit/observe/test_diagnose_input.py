@@ -17,8 +17,8 @@ from farandole.cli.main import run
 from farandole.core.vocabulary.errors import DataError
 from farandole.observe.diagnose import compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import difference_interval
-from farandole.observe.diagnose.finders.finding import stands_out
-from farandole.observe.diagnose.finders.pauses import period_of
+from farandole.observe.diagnose.finding import stands_out
+from farandole.observe.diagnose.pauses import period_of
 from farandole.observe.figures.figures import amdahl, fit_amdahl
 from farandole.observe.records import timeline_reader as sampling
 from farandole.observe.records.timeline_reader import read_events, turn

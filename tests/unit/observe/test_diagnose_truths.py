@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from farandole.core.step_model.prediction import divide_samples, longest_seconds
 from farandole.observe.diagnose import KINDS, Diagnosis, diagnose, to_text
-from farandole.observe.diagnose.finders.finding import Fix
+from farandole.observe.diagnose.finding import Fix
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 TWO_HOSTS = ("a", "b")

@@ -22,9 +22,9 @@ from farandole.core.vocabulary.events import (
     TRAINER,
     WRAPPERS,
 )
-from farandole.observe.diagnose.finders.finding import Finding, Fix, Gain
-from farandole.observe.diagnose.finders.front_ends import in_words_of
-from farandole.observe.diagnose.finders.step_table import StepTable, held_passes
+from farandole.observe.diagnose.finding import Finding, Fix, Gain
+from farandole.observe.diagnose.front_ends import in_words_of
+from farandole.observe.diagnose.step_table import StepTable, held_passes
 
 TENSORFLOW, KERAS, ON_TORCH = FRONT_ENDS
 GAIN = Gain(0.5, "as measured")

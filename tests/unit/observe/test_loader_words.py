@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.observe.diagnose.finders.loader_fixes import LoaderFacts, _basis, loader_fixes
+from farandole.observe.diagnose.loader_fixes import LoaderFacts, _basis, loader_fixes
 
 
 @pytest.mark.parametrize(

@@ -38,9 +38,9 @@ from farandole.core.vocabulary.events import (
 )
 from farandole.core.vocabulary.rules import check
 from farandole.observe.diagnose import Diagnosis, Finding, diagnose
-from farandole.observe.diagnose.finders.finding import KINDS
-from farandole.observe.diagnose.finders.front_ends import in_words_of
-from farandole.observe.diagnose.finders.step_table import StepTable
+from farandole.observe.diagnose.finding import KINDS
+from farandole.observe.diagnose.front_ends import in_words_of
+from farandole.observe.diagnose.step_table import StepTable
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 from tests.unit.observe.test_diagnose_truths import TRUTHS
 from tests.unit.observe.test_divided_runs import Training, write

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from farandole.cli.commands.run import make_parser
-from farandole.observe.diagnose.finders.proposals import command_with
+from farandole.observe.diagnose.finding import command_with
 from farandole.observe.records.run_reader import RunRecords
 
 SCRIPT = "python train.py --lr 0.1"

@@ -13,8 +13,7 @@ import pytest
 from farandole.core.step_model.link import LinkModel, fit_link
 from farandole.core.step_model.prediction import BucketLoad
 from farandole.core.vocabulary.events import LinkTraffic
-from farandole.observe.diagnose import Diagnosis, diagnose, to_text
-from farandole.observe.diagnose.finders import network
+from farandole.observe.diagnose import Diagnosis, diagnose, network, to_text
 from farandole.observe.figures.step_parts import WireTime
 from farandole.observe.records.rows import ExchangeRow, StepRow
 from farandole.observe.report import content as report_run

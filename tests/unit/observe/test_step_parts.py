@@ -18,7 +18,7 @@ from farandole.core.vocabulary.events import (
     Started,
     StepDone,
 )
-from farandole.observe.diagnose.finders import step_table
+from farandole.observe.diagnose import step_table
 from farandole.observe.figures.step_parts import SHARES, shares_of, step_parts
 from farandole.observe.figures.summary import summarise
 from farandole.observe.records.run_reader import read_run

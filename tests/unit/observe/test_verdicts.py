@@ -15,14 +15,20 @@ import pytest
 from farandole.core.vocabulary.units import parse_bytes
 from farandole.observe.diagnose import Diagnosis, Finding, compare, diagnose, to_text
 from farandole.observe.diagnose.comparison import _is_set
-from farandole.observe.diagnose.finders.disjoint import make_disjoint, room_of, sources_of
-from farandole.observe.diagnose.finders.host_facts import with_first
-from farandole.observe.diagnose.finders.pauses import period_of
-from farandole.observe.diagnose.finders.step_table import bucket_bytes_of, has_phases, make_step_table
+from farandole.observe.diagnose.host_facts import with_first
+from farandole.observe.diagnose.pauses import period_of
+from farandole.observe.diagnose.step_table import (
+    bucket_bytes_of,
+    has_phases,
+    make_disjoint,
+    make_step_table,
+    room_of,
+    sources_of,
+)
 from farandole.observe.figures.summary import describe_efficiency, summarise
 from farandole.observe.records.run_reader import read_run
 from farandole.observe.report import content as report_run
-from farandole.observe.report.sections import verdict as page
+from farandole.observe.report import verdict as page
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 BOUND = {"threads": 1, "cores": 1, "worker_cores": 1, "device": "cpu", "loader_workers": 0}

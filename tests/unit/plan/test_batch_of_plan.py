@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.cluster.cluster import CodecCost, Coefficient
+from farandole.core.cluster import CodecCost, Coefficient
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.batch_advice import HIDEABLE, advise_plan

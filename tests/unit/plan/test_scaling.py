@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run as cli
-from farandole.core.cluster.cluster import Coefficient
-from farandole.core.cluster.cluster_file import write_cluster
+from farandole.core.cluster import Coefficient
+from farandole.core.cluster_file import write_cluster
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.answer.files import write_inputs

@@ -26,9 +26,9 @@ from farandole.train.balance import (
     Window,
     is_share_state,
 )
-from farandole.train.data.epoch_plan import EpochPlan, Order
 from farandole.train.data.partition import Partition
 from farandole.train.data.position import LoopPlace
+from farandole.train.data.rank_sampler import EpochPlan, Order
 
 CASES = [
     (size, count, seed) for size, most in ((2, 24), (3, 16), (4, 11)) for count in range(most) for seed in range(6)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.train.analysis.find_plan import as_a_rank_of
 from farandole.train.analysis.measure import neighbours

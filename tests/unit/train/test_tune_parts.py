@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from farandole.cli.commands.planner import tune
+from farandole.cli.commands import tune
 from farandole.comm.autotune.profile import Look
 from farandole.core.env import SETTINGS, TUNE, TuneSettings, changed_environment, read_tune_settings
 from farandole.core.step_model.bucket_plan import ExchangeKeys

@@ -16,7 +16,7 @@ from ...comm.device.accelerator import is_accelerator, memory_of, model_of
 from ...comm.device.streams import streams_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.cluster import CodecCost, Coefficient, ComputeRate, Device
+from ...core.cluster import CodecCost, Coefficient, ComputeRate, Device
 from ...core.step_model.prediction import CANDIDATES, CodecSpeed, slowest_speed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES

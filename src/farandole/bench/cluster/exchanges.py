@@ -24,7 +24,7 @@ from ...comm.transport.host_memory import Unavailable
 from ...comm.transport.shared_tensor import SharedMemory, SharedTensor
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.cluster import OPERATIONS, CollectiveCost, Tier, collective_work
+from ...core.cluster import OPERATIONS, CollectiveCost, Tier, collective_work
 from ...core.vocabulary.errors import ConfigError
 from ..own_routes import Connections, make_sums
 from .rounds import LEAST_ROUNDS, SAMPLE_SECONDS, Case, SizedExchange, affordable, fit_cost, sample, slowest, timed

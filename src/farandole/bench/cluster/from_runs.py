@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median, median_low
 from typing import Any
 
-from ...core.cluster.cluster import Cluster, collective_work
+from ...core.cluster import Cluster, collective_work
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import Degrees, degrees_of
 from ...core.vocabulary.errors import ConfigError, DataError, PlanError

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ...core.cluster.cluster import Cluster, CodecCost, Coefficient, FigureChange, is_changed
-from ...core.cluster.limits import FieldPath, check_cluster, decode
+from ...core.cluster import Cluster, CodecCost, Coefficient, FigureChange, is_changed
+from ...core.cluster_file import FieldPath, check_cluster, decode
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..intervals import format_table

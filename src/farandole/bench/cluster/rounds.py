@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.cluster import Coefficient, CollectiveCost
+from ...core.cluster import Coefficient, CollectiveCost
 from ...core.step_model.link import LinkModel, fit_link
 from ..intervals import median_interval
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
-from ...core.cluster.cluster import Cluster, Coefficient
+from ...core.cluster import Cluster, Coefficient
 from ...core.host.process_status import CoreTime, busy_machines
 from ...core.vocabulary.units import format_seconds
 from ...train.session import init, shutdown

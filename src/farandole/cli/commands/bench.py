@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...bench.contender_names import MODELS, PRECISIONS
 from ...bench.launch_ranks import ending_in_order
 from ...bench.machine import machine_facts
+from ...bench.step import MODELS, PRECISIONS
 from ...core.job_plan import read_plan
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.spec import Plan
@@ -180,8 +180,7 @@ def _codecs(options: argparse.Namespace) -> int:
 
 
 def _step(options: argparse.Namespace) -> int:
-    from ...bench.contender_names import read_contenders, settings_of
-    from ...bench.step import bench_step, format_step
+    from ...bench.step import bench_step, format_step, read_contenders, settings_of
 
     settings = settings_of(read_plan(options.plan, options.settings) or Plan())
     names = read_contenders(options.contenders, settings)

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from ...bench.cluster_test import Proof, prove
-from ...bench.device_test import prove_device
+from ...bench.cluster_test import Proof, prove, prove_device
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_seconds
@@ -16,7 +15,7 @@ from ...launch.doctor.checks import weakest_link
 from ...launch.doctor.probe.examine import examine
 from ...launch.job.hosts import HostFinder
 from ..main import parser
-from ..options.cluster_options import add_cluster_options, read_cluster, read_targets, with_slots
+from ..options.host_options import add_cluster_options, read_cluster, read_targets, with_slots
 
 MOST_SECONDS = 600.0
 SECONDS = 45.0

@@ -13,7 +13,7 @@ from ...launch.doctor.checks import judge
 from ...launch.doctor.page import to_mapping, to_text
 from ...launch.doctor.probe.examine import examine
 from ..main import parser
-from ..options.cluster_options import add_cluster_options, read_cluster, read_targets
+from ..options.host_options import add_cluster_options, read_cluster, read_targets
 
 _EXAMPLES = """\
   farandole doctor

@@ -125,7 +125,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError("--global-batch is for --find", remedy="add --find, or leave it out")
 
     from ...bench.intervals import format_table
-    from ...train.analysis.estimate import estimate
+    from ...train.analysis.analyse import estimate
 
     result = estimate(
         EstimateRequest(

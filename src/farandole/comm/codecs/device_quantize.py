@@ -22,9 +22,8 @@ from ..device.block_launches import LARGEST_BLOCK, MOST_BYTES, BlockKernels, can
 from ..device.streams import streams_of
 from ..messages import Exchange, Exchanged, GroupRank, Message
 from .codec import FeedbackState
-from .native_quantize import Eager, eager_exchange, received_rows, trial_results
 from .packing import Integers, parts_of
-from .quantize import Packer, piece_elements
+from .quantize import Eager, Packer, eager_exchange, piece_elements, received_rows, trial_results
 
 _READER = "Triton kernels"
 _TRIAL_BLOCKS = 9

@@ -27,9 +27,8 @@ from ..messages import (
 )
 from .codec import Codec, ErrorFeedback, MomentumCorrection, finite_flag, leaves
 from .device_quantize import DeviceQuantize, device_quantize
-from .native_quantize import NativeQuantize, native_quantize
 from .packing import BFloat16, Float8, Float16, Integers, Signs
-from .quantize import Packer, Quantized
+from .quantize import NativeQuantize, Packer, Quantized, native_quantize
 from .topk import PowerSGD, RandomK, Threshold, TopK, exact_top, sampled_top
 
 

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from ..codecs.units import UnitStates
 from ..messages import GroupRank, Message, accumulates_in_fp32, divide
-from ..sessions.units import UnitStates
 from ..transport.comm_thread import Conversation
 from ..transport.rank_group import PieceExchange, RankGroup, Within
 from .inline import shares, zeros_matter

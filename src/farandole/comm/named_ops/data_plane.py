@@ -29,9 +29,9 @@ import torch
 
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ..codecs.registry import make_codec, runs_on_devices
+from ..codecs.units import UnitStates, segment_elements
 from ..device.streams import streams_of
 from ..messages import GroupRank
-from ..sessions.units import UnitStates, segment_elements
 from ..transport.comm_thread import ITEM_TAGS, BucketWork, CommThread, Conversation, SegmentWork
 from ..transport.rank_group import RankGroup
 from ..transport.transport import Transport

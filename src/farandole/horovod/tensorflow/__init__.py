@@ -28,8 +28,7 @@ from .functions import (
     broadcast_variables,
 )
 from .mpi_ops import *  # noqa: F403 - all operations and questions, as that module lists them
-from .optimizer import DistributedOptimizer
-from .tape import DistributedGradientTape, PartialDistributedGradientTape
+from .optimizer import DistributedGradientTape, DistributedOptimizer, PartialDistributedGradientTape
 from .util import refs_to_vars, vars_to_refs
 
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
-from ...comm.gradients.grad_ownership import zero_missing_grads
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.engine.grad_ownership import zero_missing_grads
+from ...comm.engine.reducer import GradientReducer
 from ...comm.world.world import World
 from ...parallel.instrument.phase_hooks import watch_model, watch_optimizer
 from ...train.data.loader_watch import watch_loaders

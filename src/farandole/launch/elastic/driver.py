@@ -21,13 +21,11 @@ from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure
 from ..supervise.job_loop import JobLoop, Outcome
-from .blacklist import Blacklist
 from .control import Frame
 from .discovery import Discovery
 from .options import ElasticOptions
-from .orders import Kill, Order, Say, Start, Stop, Tell
-from .roster import ElasticState
-from .worker_host import HostPool, WorkerHost
+from .roster import Blacklist, ElasticState, Kill, Order, Say, Start, Stop, Tell
+from .workers import HostPool, WorkerHost
 
 
 class ElasticJob(JobLoop):

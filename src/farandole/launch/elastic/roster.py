@@ -18,18 +18,18 @@ even leave a generation which is over. `links` keeps the reports.
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..job.contract import RankSpec
 from ..job.hosts import HostSlots
 from ..job.placement import assign_ranks
-from .blacklist import Blacklist
-from .generation import NO_STATE, Generation, State, Worker
+from .control import NO_STATE, Generation, State, Worker
 from .options import ElasticOptions
-from .orders import Kill, Order, Say, Start, Stop, Tell
 
 # Which hosts could not reach each other, by generation. No process and no socket here.
 
@@ -481,3 +481,95 @@ def standing(worker: Worker) -> tuple[int, int]:
 
 def _best(workers: Collection[Worker]) -> int:
     return max(worker.progress for worker in workers)
+
+
+# Hosts on which workers failed: no new workers there, for a while or for ever.
+#
+# Unlike Horovod's, this list stops no worker that runs: the death of one process says little about its neighbours.
+# It only keeps new ones from being started where the last one died.
+
+
+@dataclass
+class Blacklist:
+    """Counts failures by host. Times are of one clock, given by the caller."""
+
+    range_seconds: tuple[float, float] | None = None
+    """Least and longest delay; None: a failed host stays closed."""
+    jitter: random.Random = field(default_factory=random.Random)
+    _failures: dict[str, int] = field(default_factory=dict)
+    _closed_until: dict[str, float] = field(default_factory=dict)
+
+    def count_failure(self, host: str, now: float) -> float:
+        """Close `host` and return until when (infinity: for ever).
+
+        The delay doubles with every failure, with up to one least delay of chance added so that hosts
+        that failed together do not come back together.
+        """
+        count = self._failures[host] = self._failures.get(host, 0) + 1
+        until = float("inf")
+        if self.range_seconds is not None:
+            least, longest = self.range_seconds
+            # Beyond 2**12 every delay is clipped; the exponent must not grow without bound.
+            until = now + min(longest, least * 2.0 ** min(count, 12) + self.jitter.random() * least)
+        self._closed_until[host] = until
+        return until
+
+    def is_open(self, host: str, now: float) -> bool:
+        """Return whether new workers may be started on `host`."""
+        return now >= self._closed_until.get(host, float("-inf"))
+
+    def is_closed_for_ever(self, host: str) -> bool:
+        """Return whether `host` will never open again."""
+        return self._closed_until.get(host) == float("inf")
+
+    def failures(self, host: str) -> int:
+        """Return how often workers failed on `host`."""
+        return self._failures.get(host, 0)
+
+
+# What the roster orders, and the driver does.
+
+
+@dataclass(frozen=True)
+class Start:
+    """Start worker `number` on `host`."""
+
+    number: int
+    host: str
+    place: RankSpec
+    """Its rank if all running workers formed the next generation: for a script's code before `init`."""
+
+
+@dataclass(frozen=True)
+class Tell:
+    """Send a frame to a worker."""
+
+    number: int
+    frame: dict[str, Any]
+    place: RankSpec | None = None
+    """Its place in the generation that an assignment begins."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End a worker now."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Say:
+    """Tell the person who watches."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Stop:
+    """The job is over."""
+
+    succeeded: bool
+    text: str = ""
+
+
+Order = Start | Tell | Kill | Say | Stop

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ...core import env
-from ...core.host.sanitize import quoted
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.text import did_you_mean
+from ...core.vocabulary.text import did_you_mean, quoted
 
 # Lists of hosts as people write them: ``-H``, host files, ``--include`` and ``--exclude``. Pure parsing.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from ...core.framing import FrameError
 from ...core.vocabulary.errors import ConfigError
 from ..elastic.control import Frame
-from ..elastic.worker_host import HostPool, Reports, WorkerHost
+from ..elastic.workers import HostPool, Reports, WorkerHost
 from ..job.hosts import Host, need_ssh
 from ..supervise.failure import Exit
 from .agent.files import FileTaker

@@ -11,8 +11,7 @@ from ...core.env import inherited_environment
 from ...core.vocabulary.errors import ConfigError
 from ..elastic.driver import ElasticJob
 from ..elastic.options import ElasticOptions
-from ..elastic.worker_host import HostPool, Reports
-from ..elastic.workers import Workers
+from ..elastic.workers import HostPool, Reports, Workers
 from ..job.contract import JobSpec, RankSpec
 from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots
 from ..job.placement import available_cores, threads_per_rank

@@ -25,9 +25,8 @@ from ...core.env import (
     variables,
 )
 from ...core.launchers.launcher_env import NodeInfo
-from ...core.launchers.rank_variables import RANK_NAMES
+from ...core.launchers.rank_variables import DSTACK, KUBERNETES, RANK_NAMES, SKYPILOT, TORCHRUN_NODES
 from ...core.launchers.slurm import SLURM
-from ...core.launchers.table import DSTACK, KUBERNETES, SKYPILOT, TORCHRUN_NODES
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
 from ..job.hosts import LOOPBACK, MOST_SLOTS, Host, HostFinder, HostSlots, LocalHost, need_ssh, rendezvous_address

@@ -9,11 +9,9 @@ in a training process, and no cause is guessed that the records do not show. Pag
     print(diagnosis.verdict)
 """
 
-from .comparison import Comparison, compare
-from .finders.finding import KINDS, Diagnosis, Finding, Fix, Gain
-from .measured_step import measured_step
-from .text import to_text
-from .verdict import diagnose
+from .comparison import Comparison, compare, to_text
+from .finding import KINDS, Diagnosis, Finding, Fix, Gain
+from .verdict import diagnose, measured_step
 
 __all__ = [
     "KINDS", "Comparison", "Diagnosis", "Finding", "Fix", "Gain", "compare", "diagnose",

@@ -32,10 +32,9 @@ from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..figures.figures import mean
 from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline
 from ..records.run_reader import RunRecords
-from .finders.communication import INT8_SHARE
-from .finders.finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, confidence, format_cost
-from .finders.proposals import command_with
-from .finders.step_table import StepTable, is_pipeline
+from .communication import INT8_SHARE
+from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, command_with, confidence, format_cost
+from .step_table import StepTable, is_pipeline
 
 _WORDS: Mapping[str, str] = {
     "tensor": "ranks that share layers exchange activations for",

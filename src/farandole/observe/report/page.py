@@ -4,15 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError, DataError
 from ...core.vocabulary.run_files import REPORT, write_private
 from ...version import VERSION
 from ..records.run_reader import why_ended
-from .content import Run, read
-from .sections import make_sections, verdict
+from . import curves, environment, late, network, scaling, step, timeline, verdict
+from .content import Run, Section, read
+
+SECTIONS: Sequence[Callable[[Run], Section | None]] = (
+    environment.make_fixes,
+    step.make,
+    late.make,
+    timeline.make,
+    curves.make,
+    network.make,
+    environment.make_tuning,
+    environment.make_balance,
+    scaling.make,
+    environment.make_predicted,
+    environment.make,
+)
+"""In reading order. Each takes a `Run` and gives a `Section`, or None where the run holds nothing for it."""
+
+
+def make_sections(run: Run) -> list[Section]:
+    """Return those sections for which the run holds something."""
+    made = (make(run) for make in SECTIONS)
+    return [section for section in made if section is not None]
 
 
 def write_report(

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ...comm.gradients.parameters import ParameterTable
+from ...comm.engine.parameters import ParameterTable
 from ...comm.messages import bytes_of
 from ...comm.world.store_sync import Fact, all_gather_json, require_same
 from ...comm.world.world import World

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ...comm.device.accelerator import generator_of
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.engine.reducer import GradientReducer
 from ...comm.world.world import World
 from ...core.vocabulary.text import write_notice
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.batch_weight import BatchWeight
-from ...comm.reducer.options import ReducerOptions
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.engine.options import ReducerOptions
+from ...comm.engine.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import SAME_PARAMETERS
 from ...core.vocabulary.errors import PlanError

@@ -31,8 +31,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
-from ...comm.gradients.grad_ownership import drop_grads, replace_grad
-from ...comm.gradients.parameters import rows_of
+from ...comm.engine.grad_ownership import drop_grads, replace_grad
+from ...comm.engine.parameters import rows_of
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ..model import Handle, Strategy
 from .step_hooks import is_nested_step, undo_after_errors

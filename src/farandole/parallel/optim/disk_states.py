@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.utils.hooks import RemovableHandle
 
-from ...comm.gradients.parameters import rows_of
+from ...comm.engine.parameters import rows_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.host.process_status import give_back_freed_memory, trim_heap

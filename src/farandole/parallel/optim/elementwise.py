@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from ...comm.gradients.grad_ownership import replace_grad
+from ...comm.engine.grad_ownership import replace_grad
 from ...core.vocabulary.errors import ConfigError
 from ..model import Strategy
 

@@ -25,8 +25,8 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from ...comm.codecs.registry import can_have, choose_codec
-from ...comm.reducer.options import refuse_messages
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.engine.options import refuse_messages
+from ...comm.engine.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError
 

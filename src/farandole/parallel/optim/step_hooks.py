@@ -40,8 +40,8 @@ from torch.optim import Optimizer
 
 from ...comm.autotune.autotuner import Autotuner
 from ...comm.device.streams import outside_graphs
-from ...comm.gradients.grad_ownership import GradsAside, lie_as_parameters
-from ...comm.reducer.options import ExtraTensors
+from ...comm.engine.grad_ownership import GradsAside, lie_as_parameters
+from ...comm.engine.options import ExtraTensors
 from ...comm.world.comm_errors import translate_error
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError

@@ -32,10 +32,9 @@ from ...core.vocabulary.events import (
 from ...core.vocabulary.spec import Plan
 from ..lower_precision import shared_casts
 from ..model import DistributedModel, outer_pass_of
-from .cut_model import CutModel
+from .cut_model import CutModel, Ownership
 from .messages import PipelinePeers, StageMailbox, StageMessage, message_of
 from .micro_batches import LossFunction, MicroBatches, as_call, tensors_of
-from .ownership import Ownership
 from .program import CutProgram
 from .stage import LayerLoss, Stage
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, Node
 from torch.distributed.fsdp import FSDPModule
 
-from ...comm.reducer.in_flight import joined_passes
+from ...comm.engine.in_flight import joined_passes
 from ...core.vocabulary.errors import ConfigError
 from .program import CutProgram, Program, Segment, run_segment
 

@@ -29,7 +29,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...comm.gradients.grad_ownership import GradsAside, replace_grad
+from ...comm.engine.grad_ownership import GradsAside, replace_grad
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import refused_by_all
 from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule

@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ...comm.device.accelerator import generator_of
-from ...comm.gradients.parameters import refuse_second_order
+from ...comm.engine.parameters import refuse_second_order
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.step_model.link import ring_sent_bytes

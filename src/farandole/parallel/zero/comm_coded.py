@@ -23,12 +23,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from ...comm.codecs.codec import is_finite
-from ...comm.codecs.native_quantize import native_quantize
-from ...comm.codecs.quantize import Packer
+from ...comm.codecs.quantize import Packer, native_quantize
 from ...comm.codecs.registry import packer_of
-from ...comm.gradients.parameters import rows_of
-from ...comm.rows.row_coding import RowPlace, draws_of
-from ...comm.sessions.saved_state import Entry
+from ...comm.codecs.saved_state import Entry
+from ...comm.engine.parameters import rows_of
+from ...comm.engine.row_coding import RowPlace, draws_of
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import CodecSpec

@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...comm.codecs.saved_state import Entry
 from ...comm.device.streams import outside_graphs, untraced
-from ...comm.gradients.grad_ownership import drop_grads
-from ...comm.gradients.parameters import refuse_second_order
-from ...comm.reducer.count_calls import CountCalls
-from ...comm.rows.row_coding import require_shapes
-from ...comm.sessions.saved_state import Entry
+from ...comm.engine.count_calls import CountCalls
+from ...comm.engine.grad_ownership import drop_grads
+from ...comm.engine.parameters import refuse_second_order
+from ...comm.engine.row_coding import require_shapes
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.step_model.link import ring_sent_bytes

@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
-from ...comm.gradients.grad_ownership import replace_grad
-from ...comm.gradients.parameters import rows_of
-from ...comm.reducer.reducer import GradientReducer
-from ...comm.rows.late_rows import may_be_late
-from ...comm.rows.row_gather import RowGather
+from ...comm.engine.grad_ownership import replace_grad
+from ...comm.engine.late_rows import may_be_late
+from ...comm.engine.parameters import rows_of
+from ...comm.engine.reducer import GradientReducer
+from ...comm.engine.row_gather import RowGather
 from ...comm.transport.comm_thread import BucketWork
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 
-from ...comm.gradients.grad_ownership import drop_grads, replace_grad
+from ...comm.engine.grad_ownership import drop_grads, replace_grad
 from ...core.vocabulary.errors import ConfigError
 from ..split import carry_marks
 from .comm_coded import CodedReduceScatter, Members

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.cluster.cluster import Cluster
-from ...core.cluster.cluster_file import read_cluster, write_cluster
+from ...core.cluster import Cluster
+from ...core.cluster_file import read_cluster, write_cluster
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import did_you_mean, upgrade_remedy

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...core.cluster.cluster import CollectiveWork, collective_work
+from ...core.cluster import CollectiveWork, collective_work
 from ...core.step_model.link import LinkModel
 from ...core.step_model.prediction import BucketLoad
 from ...core.vocabulary.codec_spec import NONE, CodecSpec

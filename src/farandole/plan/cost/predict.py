@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from ...core.cluster.cluster import Cluster, Coefficient
+from ...core.cluster import Cluster, Coefficient
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.sync_spec import EVERY_STEP
 from ..candidate import Candidate, Prediction

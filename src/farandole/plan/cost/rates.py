@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from ...core.cluster.cluster import (
+from ...core.cluster import (
     Cluster,
     CodecCost,
     Coefficient,

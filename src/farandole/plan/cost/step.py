@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...core.cluster.cluster import collective_work
+from ...core.cluster import collective_work
 from ...core.schedule.simulate import StageTimes
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term

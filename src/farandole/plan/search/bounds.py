@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
-from ...core.cluster.cluster import Cluster, collective_work
+from ...core.cluster import Cluster, collective_work
 from ...core.step_model.link import ring_factor
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rules import MOST_ZERO, SEVERAL_STAGES, chunks_of

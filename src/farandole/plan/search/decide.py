@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
-from ...core.cluster.cluster import Cluster, with_ranks
+from ...core.cluster import Cluster, with_ranks
 from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.units import format_seconds
 from ..candidate import Candidate

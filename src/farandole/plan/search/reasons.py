@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...core.cluster.cluster import Cluster, with_ranks
+from ...core.cluster import Cluster, with_ranks
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import ConfigError, PlanError

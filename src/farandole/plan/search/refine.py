@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...core.cluster.cluster import Cluster
+from ...core.cluster import Cluster
 from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rules import MOST_ZERO, chunks_of

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal
 
-from ...core.cluster.cluster import Cluster, Coefficient, CollectiveCost, Tier
+from ...core.cluster import Cluster, Coefficient, CollectiveCost, Tier
 from ...core.vocabulary.config import convert
 from ...core.vocabulary.degrees import ORDER, REST
 from ...core.vocabulary.errors import PlanError

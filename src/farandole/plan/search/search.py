@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
-from ...core.cluster.cluster import Cluster
+from ...core.cluster import Cluster
 from ...core.vocabulary.degrees import ORDER, REST
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rules import chunks_of

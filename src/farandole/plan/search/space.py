@@ -13,7 +13,7 @@ from functools import cache
 from itertools import permutations, product
 from typing import Any, NamedTuple
 
-from ...core.cluster.cluster import Cluster
+from ...core.cluster import Cluster
 from ...core.step_model.prediction import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.degrees import ORDER, Degrees

@@ -19,8 +19,8 @@ from typing import Any
 from torch import nn
 
 from ...comm.device.accelerator import gpu_count
-from ...core.cluster.cluster import Cluster, with_ranks
-from ...core.cluster.presets import find_machines
+from ...core.cluster import Cluster, with_ranks
+from ...core.cluster_presets import find_machines
 from ...core.vocabulary.config import convert
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan

@@ -38,9 +38,8 @@ from ...checkpoint.directory import (
     step_directory,
     sync_directory,
 )
-from ...checkpoint.encoding import decode, encode
 from ...checkpoint.export import find_tensors, read_bytes
-from ...checkpoint.shard_file import digest, lay_out
+from ...checkpoint.shard_file import decode, digest, encode, lay_out
 from ...comm.messages import bytes_of
 from ...core.vocabulary.errors import CheckpointError
 from .later_copy import MemoryFile, box_of, in_file_order

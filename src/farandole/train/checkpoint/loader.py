@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from ...checkpoint.directory import step_directory
-from ...checkpoint.encoding import decode
 from ...checkpoint.manifest import Manifest
+from ...checkpoint.shard_file import decode
 from ...checkpoint.writer.client import Writer
-from ...comm.sessions.saved_state import merge
+from ...comm.codecs.saved_state import merge
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CheckpointError
@@ -31,9 +31,16 @@ from ...sync.rows.checkpointed import SavedTables
 from .agreement import find_manifest, named, together, with_offer
 from .later_copy import WriterPool
 from .optimizers import different_groups, load_optimizer, require_like, state_reference, without_parameters
-from .random_state import SavedRanks, require_random_state, seed_new_rank, write_random_state
 from .reading import read_tensors, shared_room
-from .state import Training, meet_before, module_splits
+from .state import (
+    SavedRanks,
+    Training,
+    meet_before,
+    module_splits,
+    require_random_state,
+    seed_new_rank,
+    write_random_state,
+)
 from .values import CopiedIfShared, entries, frozen_weight, only_copies, restorer, tensor_names
 
 _MOST_NAMED = 3

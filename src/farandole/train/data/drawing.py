@@ -19,12 +19,10 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
 from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges, balancer_of
-from .epoch_plan import EpochPlan, RoundsPlan
 from .loader_watch import leave_out
 from .partition import Part, Partition
 from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
-from .random_state import seed_of
-from .rank_sampler import RankBatches, RankSampler
+from .rank_sampler import EpochPlan, RankBatches, RankSampler, RoundsPlan, seed_of
 from .stream import ShardedBatch, divide_stream, new_reading, note_reading
 from .told_later import Handover, drawn_ahead, tell
 from .worker_cores import TunedLoaders

@@ -5,24 +5,166 @@ See [Note: epochs and resuming] in `position` and [Note: random numbers by place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Any, Generic, TypeVar
+import hashlib
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate, islice
+from typing import Any, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import BatchSampler, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
+from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges
-from .epoch_plan import EpochPlan, Order, RoundsPlan
 from .length_buckets import Cut, LengthBuckets, digest_of, is_permutation
-from .partition import Partition
+from .partition import Part, Partition
 from .position import CutAt, LoopPlace
-from .random_state import SeededIndexes, seed_of, seeded
+
+# One epoch's order, cut into the job's batches, and this rank's part of each: what one iteration goes by.
+#
+# An iteration has a plan of its own, so that two loops over one loader do not disturb each other. The order is
+# drawn when it is needed first: for a sampler of the user's own that is a message from rank 0.
+
+
+class Step(NamedTuple):
+    """One of the job's batches, as one rank sees it."""
+
+    part: Part
+    used: int
+    """How far it goes in the job's order."""
+
+
+class Order(NamedTuple):
+    """An order of samples."""
+
+    samples: torch.Tensor | range
+    sizes: Sequence[int] | None = None
+    """Samples of each of the job's batches, where these differ."""
+
+
+class EpochPlan:
+    """The rest of an epoch of single samples, from `place` on."""
+
+    def __init__(
+        self,
+        place: LoopPlace,
+        partition: Partition,
+        draw: Callable[[LoopPlace], Order],
+        seed: int,
+        changes: ShareChanges | None = None,
+    ) -> None:
+        """`changes`: of the shares of the ranks, where these are not equal."""
+        self.place = place
+        self.begin = place.used
+        self.seed = seed
+        self._batches_before = place.batches
+        self._partition = partition
+        self._draw = draw
+        self._changes = changes
+
+    @cached_property
+    def order(self) -> Order:
+        """The samples, from where the order was cut last."""
+        return self._draw(self.place)
+
+    @property
+    def total_steps(self) -> int:
+        """This rank's steps in the epoch, with those before `place`."""
+        return self._batches_before + sum(1 for _ in self.steps())
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is known of each of this rank's batches."""
+        return self._walk(draws=False)
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield the indexes of each of this rank's batches."""
+        samples = self.order.samples
+        for part, _ in self._walk(draws=True):
+            positions = part.positions
+            if isinstance(samples, range):
+                yield [samples[position] for position in positions]
+            else:
+                yield samples[positions.start : positions.stop].tolist()
+
+    def _walk(self, *, draws: bool) -> Iterator[Step]:
+        """`draws`: the batches are given out, by the shares of now. See [Note: where shares change]."""
+        samples, sizes = self.order
+        cut = self.place.cuts[-1].begin if self.place.cuts else 0
+        whole = self._partition.whole
+        if sizes is None:
+            starts = range(self.begin - cut, len(samples), whole)
+            runs = [(start, min(whole, len(samples) - start)) for start in starts]
+        else:
+            ends = list(accumulate(sizes))
+            runs = [
+                (end - size, size) for end, size in zip(ends, sizes, strict=True) if end - size >= self.begin - cut
+            ]
+        for position, size in runs:
+            if size < whole and self._partition.drop_last:
+                continue
+            part = self._divided(cut + position, size, draws=draws).part(position, size)
+            if part is not None:
+                yield Step(part, size)
+
+    def _divided(self, used: int, size: int, *, draws: bool) -> Partition:
+        if self._changes is None:
+            return self._partition
+        iteration = self.place.iteration
+        found = self._changes.draw(iteration, used, used + size) if draws else self._changes.at(iteration, used)
+        return replace(self._partition, division=found)
+
+
+class RoundsPlan:
+    """The rest of an epoch of whole batches of the user's, dealt to the ranks in turn."""
+
+    def __init__(
+        self, place: LoopPlace, partition: Partition, draw: Callable[[LoopPlace], Sequence[Sequence[int]]]
+    ) -> None:
+        self.place = place
+        self.begin = place.used
+        self._batches_before = place.batches
+        self._partition = partition
+        self._draw = draw
+
+    @cached_property
+    def order(self) -> Sequence[Sequence[int]]:
+        """All batches of the epoch."""
+        return self._draw(self.place)
+
+    @property
+    def total_steps(self) -> int:
+        """This rank's steps in the epoch, with those before `place`."""
+        return self._batches_before + sum(1 for _ in self.steps())
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is known of each of this rank's batches."""
+        for round_ in self._rounds():
+            sizes = [len(batch) for batch in round_]
+            own = sizes[self._partition.rank] if self._partition.rank < len(sizes) else 0
+            if own or self._partition.placeholders:
+                yield Step(Part(range(0), own, own * self._partition.size / sum(sizes)), len(sizes))
+
+    def batches(self) -> Iterator[list[int]]:
+        """Yield this rank's batches."""
+        for round_ in self._rounds():
+            if self._partition.rank < len(round_):
+                yield list(round_[self._partition.rank])
+            elif self._partition.placeholders:
+                yield list(self.order[0])  # the whole: a loss may need several samples
+
+    def _rounds(self) -> Iterator[Sequence[Sequence[int]]]:
+        for first in range(self.begin, len(self.order), self._partition.size):
+            yield self.order[first : first + self._partition.size]
+
 
 _MOST_SAMPLES = 10_000_000
 _MOST_BATCHES = 1_000_000
@@ -294,3 +436,77 @@ def _from_rank_0(values: Any, length: int, here: World) -> torch.Tensor:
         with translated(here, "order of the data"):
             dist.broadcast(order, src=0, group=here.group)
     return order
+
+
+# Random numbers that go by the place in the data, so that a resumed run draws those of an uninterrupted one.
+#
+# [Note: random numbers by place] Three draws of a loader would else depend on what was drawn before them:
+#
+# 1. the order of a sampler of the user's own: it is drawn with generators that are seeded by (seed, epoch) and put
+# back as they were afterwards; 2. the seed of worker processes, which torch draws when an iteration begins: it
+# comes from a generator of the loader, seeded by (seed, epoch, rank), so that an iteration takes no number of the
+# generators of the training; 3. augmentation in worker processes: each batch of a dataset with indexes begins with
+# seeds of (seed, epoch, place of the batch, rank), whichever worker reads it. What a worker process receives is
+# the pickled list of indexes, one batch at a time, directly before it reads them: the list seeds the worker where
+# it is unpickled.
+#
+# The training's own process is left alone: with no workers, augmentation draws from the generators of the rank. A
+# script that resumes has to restore them.
+
+
+_LIMIT = 2**63
+_NUMPY_LIMIT = 2**32
+
+
+def seed_of(*place: int) -> int:
+    """Return a seed that is far from those of neighbouring places."""
+    digest = hashlib.blake2b("/".join(map(str, place)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % _LIMIT
+
+
+@contextmanager
+def seeded(number: int, source: Any) -> Iterator[None]:
+    """Draw with generators that are seeded by `number`: the global ones, and those of the sampler `source`."""
+    generators = _generators_of(source)
+    with kept_generators(*generators):
+        for generator in (torch.default_generator, *generators):
+            generator.manual_seed(number)
+        random.seed(number)
+        np.random.seed(number % _NUMPY_LIMIT)
+        yield
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of the global generators on the CPU, to be compared."""
+    numpy_state: Any = np.random.get_state()
+    _, keys, *rest = numpy_state
+    return bytes(torch.default_generator.get_state().numpy()), random.getstate(), keys.tobytes(), tuple(rest)
+
+
+def _generators_of(source: Any) -> list[torch.Generator]:
+    found: list[torch.Generator] = []
+    for _ in range(4):  # samplers within samplers
+        generator = getattr(source, "generator", None)
+        if isinstance(generator, torch.Generator) and generator.device.type == "cpu":
+            found.append(generator)
+        source = getattr(source, "sampler", None)
+    return found
+
+
+class SeededIndexes(list[int]):
+    """The indexes of a batch, which seed a worker process that receives them."""
+
+    def __init__(self, indexes: list[int], seed: int) -> None:
+        super().__init__(indexes)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Callable[[list[int], int], list[int]], tuple[list[int], int]]:
+        return _received, (list(self), self.seed)
+
+
+def _received(indexes: list[int], seed: int) -> list[int]:
+    if get_worker_info() is not None:
+        random.seed(seed)
+        torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which queues a call for each batch
+        np.random.seed(seed % _NUMPY_LIMIT)
+    return indexes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ...comm.reducer.reducer import GradientReducer
+from ...comm.engine.reducer import GradientReducer
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.env import read_elastic_settings

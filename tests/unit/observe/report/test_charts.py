@@ -28,8 +28,8 @@ from farandole.observe.report.charts import (
     ticks,
     whole_ticks,
 )
-from farandole.observe.report.sections.late import heat_map, warm
-from farandole.observe.report.sections.timeline import GanttSpan, Row, gantt
+from farandole.observe.report.late import heat_map, warm
+from farandole.observe.report.timeline import GanttSpan, Row, gantt
 
 HOSTILE = "</svg><script>alert('x')</script>&\"'"
 AXES = Axes("step", "loss")

@@ -13,10 +13,10 @@ from farandole.observe.figures.figures import busy_seconds
 from farandole.observe.records.rows import encode_device_phases, encode_sample
 from farandole.observe.records.timeline_reader import read_events
 from farandole.observe.report import content as report_run
+from farandole.observe.report import curves, late, network, scaling, timeline
 from farandole.observe.report.content import PARTS, Charts, mean_parts
+from farandole.observe.report.curves import rates
 from farandole.observe.report.page import write_report
-from farandole.observe.report.sections import curves, late, network, scaling, timeline
-from farandole.observe.report.sections.curves import rates
 from tests.unit.observe.report.full_runs import PHASES, full_run
 
 

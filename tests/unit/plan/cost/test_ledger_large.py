@@ -20,14 +20,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import farandole as fd
-from farandole.comm.buckets.bucket import MARKS, DenseBucket
-from farandole.comm.buckets.bucket_set import ParamInfo, plan_buckets
-from farandole.comm.gradients.parameters import RowBlocks, layout_of
+from farandole.comm.engine.bucket import MARKS, DenseBucket
+from farandole.comm.engine.bucket_set import ParamInfo, plan_buckets
+from farandole.comm.engine.parameters import RowBlocks, layout_of
+from farandole.comm.engine.row_gather import _chunks
 from farandole.comm.routes import Route
-from farandole.comm.rows.row_gather import _chunks
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.world.world import World
-from farandole.core.cluster.cluster import collective_work
+from farandole.core.cluster import collective_work
 from farandole.core.schedule.build import build_schedule
 from farandole.core.vocabulary import events
 from farandole.parallel.context.attention import AttentionCall, DividedAttention

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster, CodecCost, Coefficient
+from farandole.core.cluster import Cluster, CodecCost, Coefficient
 from farandole.core.schedule.actions import bubble_seconds
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import StageTimes, simulate

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import fits, predict

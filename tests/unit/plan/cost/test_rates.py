@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster, Coefficient, ComputeRate
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster import Cluster, Coefficient, ComputeRate
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.gradients import sharded_units

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from farandole.core.cluster.cluster import (
+from farandole.core.cluster import (
     OPERATIONS,
     Cluster,
     Coefficient,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from farandole.core.cluster.cluster import (
+from farandole.core.cluster import (
     OPERATIONS,
     Cluster,
     CodecCost,

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster, CodecCost
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster import Cluster, CodecCost
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.degrees import degrees_of
 from farandole.core.vocabulary.errors import PlanError
@@ -451,7 +451,7 @@ def test_4096_ranks_are_searched_in_ten_seconds_and_a_gigabyte(tmp_path: Path) -
     write_profile(make_profile(blocks=80, width=8192), tmp_path / "model.json")
     script = """
 import sys, time
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster_presets import preset_cluster
 from farandole.plan.profile_file import read_profile
 from farandole.plan.search.decide import search
 from farandole.plan.search.result import SearchRequest

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from farandole.core.cluster.cluster import Cluster
-from farandole.core.cluster.presets import preset_cluster
+from farandole.core.cluster import Cluster
+from farandole.core.cluster_presets import preset_cluster
 from farandole.core.schedule.build import build_schedule
 from farandole.core.schedule.simulate import in_flight
 from farandole.core.vocabulary.errors import PlanError

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ....comm.gradients.grad_ownership import drop_grads
+from ....comm.engine.grad_ownership import drop_grads
 from ...common.elastic import ObjectState
 from ..functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from ..mpi_ops import rank

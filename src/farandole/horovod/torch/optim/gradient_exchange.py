@@ -22,9 +22,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 
 from ....comm.codecs.registry import can_have
-from ....comm.gradients.grad_ownership import replace_grad, zero_missing_grads
-from ....comm.reducer.options import ReducerOptions
-from ....comm.reducer.reducer import GradientReducer
+from ....comm.engine.grad_ownership import replace_grad, zero_missing_grads
+from ....comm.engine.options import ReducerOptions
+from ....comm.engine.reducer import GradientReducer
 from ....comm.world.store_sync import require_same
 from ....comm.world.world import World, world
 from ....core.job_plan import JobPlan

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ....comm.gradients.grad_ownership import GradsAside
+from ....comm.engine.grad_ownership import GradsAside
 from ....comm.world.world import World
 from ....core.env import read_run_settings
 from ....core.vocabulary.errors import ConfigError, PeerLost

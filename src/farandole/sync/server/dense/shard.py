@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch.optim import Optimizer
 
-from ....comm.gradients.grad_ownership import replace_grad
+from ....comm.engine.grad_ownership import replace_grad
 from ....core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch
 from ..channel import ServerMessage, read_problem, write_problem
 from .refuse import make_optimizer, read_group

@@ -1,1 +1,0 @@
-"""Commands around the planner: measuring what machines give, and what follows from it."""

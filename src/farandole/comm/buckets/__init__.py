@@ -1,1 +1,0 @@
-"""Parameters that travel together: buckets, their state and their times."""

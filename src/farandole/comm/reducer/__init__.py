@@ -1,1 +1,0 @@
-"""Gradients of a backward pass: hooks, passes, and buckets in flight."""

@@ -1,1 +1,0 @@
-"""Rows of tensors between their owners and all ranks: sums to owners, and from owners to all ranks."""

@@ -1,1 +1,0 @@
-"""Exchanges of encoded tensors without autograd hooks: units, what codecs keep for them, and how that is saved."""
