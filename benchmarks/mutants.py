@@ -30,12 +30,12 @@ MOST_SECONDS = 600.0
 SHARDS = "test_zero test_frozen_shards test_sharded_residuals test_noise_scale test_late_rows"
 AREAS = {
     "codecs": (
-        "comm/codecs comm/messages",
+        "comm/codecs comm/messages.py",
         "unit/comm/test_codecs unit/comm/test_messages unit/comm/test_packing unit/comm/test_eligibility "
         "unit/comm/test_reduce_rules unit/comm/test_native_loops ranks/test_codec_overflow",
     ),
     "reducer": (
-        "comm/reducer comm/buckets comm/sessions comm/gradients",
+        "comm/engine",
         "unit/comm/test_buckets unit/comm/test_gradients unit/comm/test_loss_scale unit/comm/test_segments "
         "unit/comm/test_units unit/comm/test_saved_state unit/comm/test_bucket_set unit/comm/test_reducer "
         "unit/comm/test_codec_session unit/comm/test_count_calls ranks/test_reducer ranks/test_reducer_exchanges "
@@ -77,6 +77,14 @@ def main() -> int:
     return 0
 
 
+def _files_of(place: Path) -> list[Path]:
+    """Return the files of a folder of the source, or the one file; end where there is none."""
+    found = [place] if place.is_file() else list(place.rglob("*.py"))
+    if not found:
+        raise SystemExit(f"mutants.py: {place} has no file: it has moved; see AREAS")
+    return found
+
+
 def try_area(name: str, count: int, seed: int) -> None:
     """Try a sample of the area's mutants; print the survivors and how many were killed."""
     from cosmic_ray.commands import init
@@ -85,7 +93,7 @@ def try_area(name: str, count: int, seed: int) -> None:
     from cosmic_ray.work_db import WorkDB, use_db
 
     sources, tests = AREAS[name]
-    files = sorted(path for each in sources.split() for path in Path("src/farandole", each).rglob("*.py"))
+    files = sorted(path for each in sources.split() for path in _files_of(Path("src/farandole", each)))
     with use_db(f"{name}.sqlite", WorkDB.Mode.create) as session:
         init(files, session, {})
         # In an annotation, which nothing runs, `|` is no operator.

@@ -106,8 +106,17 @@ def is_there(dotted: str) -> bool:
         path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
         if path.is_file():
             rest = parts[count:]
-            return not rest or bool(re.search(rf"\b{rest[0]}\b", path.read_text()))
+            return not rest or rest[0] in _names_in(path)
     return False
+
+
+def _names_in(path: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    imported = {
+        alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    }
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return imported | texts | {name for node in nodes if isinstance(node, ast.stmt) for name in _names_of(node)}
 
 
 def test_dotted_names_of_the_pages_exist() -> None:

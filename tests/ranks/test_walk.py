@@ -10,7 +10,7 @@ The files, and why each is crossed:
 - ``coded_bucket``: what a bucket announces beside what its codec sends, and what is done about NaN.
 - ``grad_ownership``: the bucket's flat memory, and who may write ``parameter.grad``: the same without a codec.
 - ``units``: what the codec is given of a flat tensor, and keeps for it; named operations and sessions do the same.
-- ``native_quantize``: the rounds of the codec, with the loops that pack and add up.
+- ``quantize``: the rounds of the codec, with the loops that pack and add up.
 - ``message``: what a round is, for the transport and the simulator.
 - ``comm_thread``: the order of rounds; ``transport``: frames between ranks; ``connection``: the bytes of a socket.
 """

@@ -63,6 +63,36 @@ def test_modules_that_are_started_by_name_are_there() -> None:
     assert not wrong, "a module or its attribute"
 
 
+def test_nothing_follows_the_call_that_starts_a_program() -> None:
+    """``python -m`` runs `main` where it is called: what is defined below it is not there yet."""
+    wrong = []
+    for module, tree in source().modules.items():
+        starts = [
+            at
+            for at, node in enumerate(tree.body)
+            if isinstance(node, ast.If) and "__name__" in _names_of(node.test)
+        ]
+        if starts and starts[0] + 1 < len(tree.body):
+            wrong.append(f"{module}:{tree.body[starts[0] + 1].lineno}")
+    assert not wrong, "the last statement of its file"
+
+
+def _names_of(expression: ast.expr) -> set[str]:
+    return {node.id for node in ast.walk(expression) if isinstance(node, ast.Name)}
+
+
+def test_modules_that_comments_name_are_there() -> None:
+    ours = "|".join(name for name in house.PACKAGES if name not in ("keras", "horovod"))  # also names of others
+    dotted = re.compile(rf"`((?:{ours})(?:\.\w+)+)(?<!\.toml)(?<!\.json)`")
+    wrong = [
+        f"{module}: {name}"
+        for module, text in source().texts.items()
+        for name in sorted(set(dotted.findall(text)))
+        if not _names_something(name.split("."))
+    ]
+    assert not wrong, "a module or its attribute"
+
+
 def _names_something(parts: list[str]) -> bool:
     """Whether it is a module, a folder of them, or what one of them defines or imports."""
     for length in range(len(parts), 0, -1):

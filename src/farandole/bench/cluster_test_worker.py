@@ -166,10 +166,6 @@ def _learned(losses: list[float]) -> Check:
     )
 
 
-if __name__ == "__main__":
-    main()
-
-
 # Every kind of collective, in several sizes and types, against what one process computes alone.
 #
 # Every rank makes the inputs of all ranks from their numbers, so each can compute what it must receive. Inputs are
@@ -343,3 +339,7 @@ KINDS: dict[str, Exchange] = {
 _OURS = {
     "our all-reduce sum": "all_reduce", "our reduce-scatter sum": "reduce_scatter", "our all-gather": "all_gather"
 }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

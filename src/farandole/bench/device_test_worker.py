@@ -80,10 +80,6 @@ def _say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
-    main()
-
-
 # The whole engine on the devices of all ranks, beside the same engine on the CPU: hooks, buckets, the backend.
 #
 # One model has two matrices for each codec, and its gradients are drawn: a loss is the sum of parameters times
@@ -237,3 +233,7 @@ def _requests(world: World, device: torch.device) -> list[Request]:
         Request("part", "reducescatter", drawn.clone()),
         Request("swap", "alltoall", drawn.clone(), splits=tuple(rows)),
     ]
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ class Hosts:
     slots: int
     bits_per_second: float | None
     congestion_control: str | None = None
-    """What TCP uses on emulated hosts. None: see `launch.emulate.congestion.choose`."""
+    """What TCP uses on emulated hosts. None: see `launch.namespaces`."""
 
     def __post_init__(self) -> None:
         from ..launch.namespaces import check_shape, choose

@@ -132,7 +132,7 @@ def format_step(result: dict[str, Any]) -> str:
 # The names of the step benchmark's contenders, checked before anything starts and without torch.
 
 
-# Models that are trained for measuring, by name: `workloads` has what they stand for, and needs torch.
+# Models that are trained for measuring, by name: `step_worker` has what they stand for, and needs torch.
 MODELS = ("lm27", "small", "resnet50", "vgg16", "bert", "gpt", "cifar-cnn", "mlp")
 PRECISIONS = ("fp32", "bf16", "fp16")
 

@@ -169,10 +169,6 @@ def _processor_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-if __name__ == "__main__":
-    main()
-
-
 # What the step benchmark compares: our reducer under several plans, and the alternatives a user would try.
 #
 # A contender makes its own copy of the model and trains it by one call a step.
@@ -371,3 +367,7 @@ def parameters_of(name: str) -> int:
     """Return how many parameters the model has, without allocating them."""
     with torch.device("meta"), _NoRandomValues():  # random values on meta would import the compiler, for seconds
         return sum(parameter.numel() for parameter in WORKS[name].make().parameters())
+
+
+if __name__ == "__main__":
+    main()

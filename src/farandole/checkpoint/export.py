@@ -25,7 +25,7 @@ from .manifest import Manifest, PieceEntry, TensorEntry
 from .shard_file import ITEM_BYTES, digest, dtype_of_safetensors, file_layout, tensor_bytes
 
 
-# Weights that are stored in few bits, decoded without torch: the form of `parallel.frozen.frozen_weight`.
+# Weights that are stored in few bits, decoded without torch: the form of `parallel.frozen_weight`.
 @dataclass(frozen=True, slots=True)
 class FrozenEntry:
     """A tensor that a checkpoint stores as packed numbers and scales, and an export as float32."""

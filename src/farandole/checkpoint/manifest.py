@@ -81,7 +81,7 @@ class Manifest:
     files: Mapping[str, FileEntry]
     tensors: Mapping[str, TensorEntry]
     shared: Any
-    """What all ranks have in common, encoded (see `encoding`): modules and optimizers."""
+    """What all ranks have in common, encoded (see `shard_file`): modules and optimizers."""
     ranks: tuple[Any, ...]
     """What each rank has of its own, encoded."""
 

@@ -331,8 +331,6 @@ def _check_tier(tier: Tier, path: FieldPath) -> None:
 
 
 # From tables to the dataclasses of a cluster, strictly: errors name the path of what does not fit.
-#
-# What the figures may be is in `limits`.
 
 
 T = TypeVar("T")

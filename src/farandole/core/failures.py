@@ -72,7 +72,7 @@ def first_line(problem: BaseException) -> str:
 
 # Where ranks stand while no step is done, and what that means: ranks that wait for each other, or a long pause.
 #
-# A rank samples itself (`train.stall`) and leaves its position in the run directory; the launcher and
+# A rank samples itself (`train.stall_sampler`) and leaves its position in the run directory; the launcher and
 # ``diagnose`` read it there. `judge` is the one place that decides what is a hang.
 
 Kind = Literal[

@@ -333,7 +333,7 @@ class LowerPrecision:
                 remedy='register them as parameters, or use precision = "bf16"',
             )
 
-    # -- gradients; see [Note: one decision] in `loss_scale` -----------------------------------------
+    # -- gradients; see [Note: one decision] in `scaled_graph` ---------------------------------------
 
     def _note_pass(self) -> None:
         task = torch._C._current_graph_task_id()

@@ -1,1 +1,1 @@
-"""When replicas agree: local steps between meetings. Agreement in every step is `comm.reducer`'s."""
+"""When replicas agree: local steps between meetings. Agreement in every step is `comm.engine`'s."""

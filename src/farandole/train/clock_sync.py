@@ -3,7 +3,7 @@
 [Note: who asks when] Only the first rank of each clock asks, rank 0 answers, one after the other, at `fd.init` and
 then about once a minute. There is no thread, so both must come at the same time: at the end of the same step,
 which rank 0 chooses by how long steps take, and tells with its last answer. Who does not come within a second
-is asked no more; its last offset stays, with an error that grows with time (`observe.clock`).
+is asked no more; its last offset stays, with an error that grows with time (`observe.records.clock`).
 
 A round is a few questions: the asker puts a key into the store, rank 0 waits for it and answers with its time. The
 shortest round trip counts, so a busy moment spoils one question and not the offset.

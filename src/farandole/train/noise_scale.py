@@ -1,10 +1,10 @@
 """`fd.noise_scale`: how much of a gradient is noise, and so how large a batch is worth its samples.
 
-The two batch sizes that it takes are there anyway: a rank's own batch, and that of all ranks. See `comm.reducer`
-(`noise_sums`) for what is read where, and `estimate` for the formulas.
+The two batch sizes that it takes are there anyway: a rank's own batch, and that of all ranks. See
+`comm.engine.noise_sums` for what is read where, and `estimate` for the formulas.
 
 [Note: unbiased estimates] From the mean square of the ranks' own gradients `own` and that of their mean `mean`,
-over R ranks and B samples ([Note: two batch sizes] in `comm.reducer.noise_sums`):
+over R ranks and B samples ([Note: two batch sizes] in `comm.engine.noise_sums`):
 
     |G|^2     = (R mean - own) / (R - 1)
     tr(Sigma) = (own - mean) B / (R - 1)

@@ -1,6 +1,6 @@
 """`fd.record`: records of a model that something else trains: DistributedDataParallel, FSDP2, one process.
 
-Hooks that look and change nothing. See `parallel.phase_hooks` for what is a phase; buckets of
+Hooks that look and change nothing. See `parallel.instrument.phase_hooks` for what is a phase; buckets of
 DistributedDataParallel are seen by a communication hook that does what it does without one.
 
 [Note: an observer does not raise] Trainers hand out wrapped optimizers, loaders that cannot be hooked and models

@@ -147,10 +147,6 @@ def _say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-if __name__ == "__main__":
-    main()
-
-
 # By how much computation and exchanges slow each other down: each alone, then both at once.
 
 
@@ -401,3 +397,7 @@ def _read(path: Path, _: int) -> float:
         return _FAILED
     finally:
         os.close(descriptor)
+
+
+if __name__ == "__main__":
+    main()

@@ -363,7 +363,7 @@ def _cheapest_sum(link: LinkModel, measured_size: int, tensor: torch.Tensor, sea
     return reduce_scatter_all_gather(tensor, seat)
 
 
-# Which codecs and bucket size are best for a step, by core's step model. Plain numbers, no torch.
+# Which codecs and bucket size are best for a step, by core's step model: plain numbers.
 #
 # [Note: gentleness] Among lossy codecs the gentlest within 3 % of the fastest is taken. And a bucket that hides
 # behind backward anyway need not be small: from the first bucket on, buckets get gentler codecs as long as the

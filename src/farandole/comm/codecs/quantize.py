@@ -104,7 +104,7 @@ class Quantized:
         mean = torch.empty_like(rows)
         for row in range(group.size):
             self.packer.unpack(summaries[row, :length], mean[row])
-        # Not by `alpha`, which is fused or not depending on the CPU: see `native_quantize`.
+        # Not by `alpha`, which is fused or not depending on the CPU: see `NativeQuantize`.
         total.sub_(mean[group.rank]).mul_(group.size)
         torch.sub(mine, total, out=total)  # `total` is own's row
         if state is not None:

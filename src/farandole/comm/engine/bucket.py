@@ -166,7 +166,7 @@ class Bucket(ABC):
     def finalize(self) -> None:
         """After the sum: every member that some rank had a gradient for has the mean as its gradient."""
 
-    # -- squares; see `reducer.noise_sums` ---------------------------------------------------------
+    # -- squares; see `noise_sums` -----------------------------------------------------------------
 
     @abstractmethod
     def own_square(self) -> torch.Tensor:

@@ -6,7 +6,7 @@ and all is waited for. Not here: models, optimizers, buffers, files. Where to fi
 
 - `autograd_hooks`: hooks, and what happens in a backward pass
 - `in_flight`: buckets that are launched and not waited for
-- `buckets.bucket_set`: which parameters travel together
+- `bucket_set`: which parameters travel together
 - `parts`: the parts, and how they connect and switch codecs
 
 [Note: one exchange a step] A front end may promise that gradients are exchanged exactly once between two steps

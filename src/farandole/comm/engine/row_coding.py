@@ -1,7 +1,7 @@
 """Blocks of rows in fewer bits: gradients on their way to their owners, and changes of parameters from them.
 
 Gradients: what packing loses of a block is added to it in the next step (error feedback, as in
-`codecs.error_feedback`). The owner's own contribution is exact, and so is its sum.
+`codecs.codec`). The owner's own contribution is exact, and so is its sum.
 
 Changes: every rank adds the same decoded change to a parameter, the owner too, so all hold the same bits. What
 packing loses stays in the owner's exact rows, and is part of the next change.
@@ -129,7 +129,7 @@ def packed_bytes(packer: Packer, count: int) -> int:
 
 # What packing loses of gradients on their way to the owners of rows, as entries of an exchange state.
 #
-# The entries are those of `sessions.saved_state`, so that they can be merged with them: one tensor ``residual`` in
+# The entries are those of `codecs.saved_state`, so that they can be merged with them: one tensor ``residual`` in
 # the shape of the parameter. A rank does not pack its own rows, so nothing is lost there.
 #
 # [Note: residuals of rows] What a rank packs is its part of the mean, already divided by the number of ranks N. So

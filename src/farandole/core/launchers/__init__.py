@@ -1,1 +1,1 @@
-"""What launchers say to the processes that they start: one file a launcher, asked in turn."""
+"""What launchers say to the processes that they start: asked in turn."""

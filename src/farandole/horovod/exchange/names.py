@@ -2,7 +2,8 @@
 
 [Note: made again] An elastic job begins its function again when ranks come or go. What the function makes is made
 again by ranks that went on, and for the first time by new ones; what was made before it is there once on all. So
-the numbers that the function has taken are given back before it begins again: see `keras.layer.elastic.run`.
+the numbers that the function has taken are given back before it begins again: see `run` in
+`horovod.keras.layer.elastic`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
 
-The arithmetic is that of `parallel.batch_norm`: exact gradients, short batches weighted by their samples. The
+The arithmetic is that of `parallel.data.batch_norm`: exact gradients, short batches weighted by their samples. The
 statistics travel in a group of their own, which is made in the first training pass, on all ranks. All ranks must
 make the same passes: a rank that has joined does not, so ``join()`` and this layer do not go together.
 """

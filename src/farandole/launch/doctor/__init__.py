@@ -3,9 +3,9 @@
 ::
 
     examine.py   asks every host, links them in pairs      channel.py
-    probe.py     answers on each host, without torch       this_host.py, machine.py, link_probe.py
-    facts.py     what was found, read with suspicion
-    checks/      facts -> findings, pure functions
+    probe.py     answers on each host, without torch       this_host.py, link_probe.py
+    facts.py     what was found, read with suspicion; memory, cores and GPUs of this host
+    checks.py    facts -> findings, pure functions
     page.py      the findings as text
 
 A host is reached by a command whose stdin and stdout carry frames: a child here, one inside the namespaces of an

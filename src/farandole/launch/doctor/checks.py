@@ -430,7 +430,7 @@ def check_link_speeds(facts: ClusterFacts) -> Findings:
 
 
 def check_congestion_control(facts: ClusterFacts) -> Findings:
-    """TCP decides its rate by what suits bursts. See [Note: bursts and pacing] in `core.congestion`."""
+    """TCP decides its rate by what suits bursts. See [Note: bursts and pacing] in `core.host.open_sockets`."""
     if len(facts.hosts) < 2:
         return
     for host in facts.hosts:

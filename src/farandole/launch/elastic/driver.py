@@ -1,6 +1,6 @@
 """Runs an elastic job: hosts that come and go, their workers, discovery, and the roster's orders.
 
-One thread, one selector: nothing here may wait. What a host is, and how it is reached, is told in `worker_host`.
+One thread, one selector: nothing here may wait. What a host is, and how it is reached, is told in `workers`.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ class Fix:
     """Text to paste: a command, lines of Python or a key of the plan. Empty when there is none."""
     gain: Gain | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """What it changes: plan keys, or facts as in `core.events.Setup`. So `compare` knows whether it was done."""
+    """What it changes: plan keys, or facts as in a `Setup`. So `compare` knows whether it was done."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Finding:
     """Whom it is about; empty: all."""
     hosts: tuple[str, ...] = ()
     phase: str = ""
-    """Where in the step it is: one of `core.events.STEP_PHASES`, another phase's name, or empty."""
+    """Where in the step it is: one of `core.vocabulary.events.STEP_PHASES`, another phase's name, or empty."""
     evidence: tuple[str, ...] = ()
     fixes: tuple[Fix, ...] = ()
     """The one that should gain most first."""

@@ -265,7 +265,7 @@ class OperationTimeline:
 
 
 class BucketTimeline:
-    """A `core.events.Recorder` that writes every exchange of gradients to `log`, which others may share.
+    """A `Recorder` that writes every exchange of gradients to `log`, which others may share.
 
     The gradient engine negotiates nothing, so a bucket's operation begins when it is launched. It is seen to have
     arrived only when all have: every bucket of an exchange ends with it. One more lane shows the exchange as a

@@ -181,7 +181,7 @@ class TermCheck:
 
     name: str
     terms: tuple[str, ...]
-    """Names as in `core.vocabulary.predicted.TERMS`."""
+    """Names as in `core.vocabulary.spec.TERMS`."""
     predicted_seconds: float | None
     """None: the plan does not say."""
     measured_seconds: float | None

@@ -1,7 +1,7 @@
 """Where the time of a step of one rank went: the one definition, for all commands.
 
 The closing summary, the page, the diagnosis, the line while training, exports and benchmarks. The parts but
-`hidden` add up to the step. The split of a wait and what hides are `waits`', phases are `phases.step_seconds`'s.
+`hidden` add up to the step. Phases are those of `records.rows.step_seconds`.
 
 [Note: waits that cannot be split] Where gradients are named operations, a rank records from when to when it waited
 for all of them, and it is unknown when the others came: a phase `EXCHANGE`, which is communication. So is the time
@@ -147,7 +147,7 @@ class StepParts:
 def step_parts(
     timelines: Sequence[RankTimeline], *, one_clock: bool | None = None, finds_hidden: bool = False
 ) -> list[list[StepParts]]:
-    """Return the parts by timeline and step. See [Note: two ways to split a wait] in `waits`.
+    """Return the parts by timeline and step. See [Note: two ways to split a wait].
 
     `one_clock`: whether the timelines can be compared; None: as `clock.are_comparable` says.
     """

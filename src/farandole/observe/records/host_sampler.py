@@ -374,7 +374,7 @@ def _speed(interface: str) -> float | None:
 #
 # No thread: it is read at the ends of steps, soon, then every few seconds, and at the end. All TCP connections of
 # the process are read, of every library (a backend, our transport); those within the host are not. See [Note:
-# bytes over busy time] in `read.link_traffic`. Linux only: elsewhere nothing is recorded.
+# bytes over busy time] in `timeline_reader`. Linux only: elsewhere nothing is recorded.
 
 
 TRAFFIC_SECONDS = 2.0

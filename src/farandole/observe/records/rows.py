@@ -92,7 +92,7 @@ class ThinnedRow:
     tokens: int
     sent_bytes: int
     seconds: Mapping[str, float]
-    """Time by phase (`observe.phases.step_seconds`); together it is the time of the steps."""
+    """Time by phase (`step_seconds`); together it is the time of the steps."""
     slowest_step: int
     slowest_seconds: float
 
@@ -142,7 +142,7 @@ def encode_layout(event: BucketLayout) -> dict[str, Any]:
 
 
 def encode_sample(event: Sample) -> dict[str, Any]:
-    """Return a sample: its fields in the order of `core.events.Sample`, without the unknown ones at the end."""
+    """Return a sample: its fields in the order of `Sample`, without the unknown ones at the end."""
     values = [getattr(event, name) for name in _SAMPLE_FIELDS]
     values = [round(value, 4) if isinstance(value, float) else value for value in values]
     while values and values[-1] is None:

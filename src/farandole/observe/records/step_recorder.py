@@ -68,7 +68,7 @@ class StepSink(EventSink, Protocol):
 
 
 class StepRecorder:
-    """Gives every event to all sinks, and every step to those that take steps. A `core.events.Recorder`."""
+    """Gives every event to all sinks, and every step to those that take steps. A `Recorder`."""
 
     def __init__(self, step_sinks: Sequence[StepSink], sinks: Sequence[EventSink] = ()) -> None:
         """`sinks` take events before `step_sinks` do."""
@@ -82,7 +82,7 @@ class StepRecorder:
 
     def record(self, event: Event) -> None:
         """Take one event."""
-        row = self._builder.take(event)
+        row = self._builder.take(event) if self._step_sinks else None
         if row is not None:
             for each in self._step_sinks:
                 each.record_step(row)

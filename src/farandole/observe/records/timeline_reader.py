@@ -276,9 +276,9 @@ class RankTimeline:
     traffic: RankTraffic = field(default_factory=RankTraffic)
     """What went to other hosts, in all."""
     clock_offsets: list[ClockOffset] = field(default_factory=list)
-    """Measured by the first rank of each host but rank 0's; `observe.clock` puts all ranks on one clock."""
+    """Measured by the first rank of each host but rank 0's; `clock` puts all ranks on one clock."""
     setup: dict[str, SetupValue] = field(default_factory=dict)
-    """Facts about the training, the newest of each name (`core.events.Setup`)."""
+    """Facts about the training, the newest of each name (`core.vocabulary.events.Setup`)."""
     layouts: list[tuple[int, BucketLayout]] = field(default_factory=list)
     """What is in the buckets, each from a step on."""
     device_phases: dict[int, tuple[Phase, ...]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """The HTML report of a run: one file, no references to anything outside it, from the run directory alone.
 
-`run` reads, `sections` say what to show as plain `blocks`, `charts` draw, `page` writes, `watch` writes again.
+`content` reads, the sections, one a file, say what to show as plain blocks, `charts` draw, `page` writes.
 """
 
 from __future__ import annotations

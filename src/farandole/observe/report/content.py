@@ -237,7 +237,7 @@ def number(value: float) -> str:
     return "unknown" if not math.isfinite(value) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-# The links between hosts as a table: how fast each is while data is on it. See `read.link_traffic`.
+# The links between hosts as a table: how fast each is while data is on it. See `records.timeline_reader`.
 
 MOST_SHOWN = 24
 

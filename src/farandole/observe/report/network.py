@@ -1,6 +1,7 @@
 """What went over the network: bytes, how fast, and how near to the fastest that this link has shown.
 
-When a bucket is on the wire says `observe.waits`, to the diagnosis too: who waits for others sends nothing.
+When a bucket is on the wire says `observe.figures.step_parts`, to the diagnosis too: who waits for others sends
+nothing.
 """
 
 from __future__ import annotations

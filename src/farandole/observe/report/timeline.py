@@ -108,7 +108,7 @@ def _chart(run: Run, rows: Sequence[StepRow], budget: int) -> Markup:
 
 
 def _on_the_wire(row: StepRow, wires: Sequence[WireTime | None], shift: float) -> list[GanttSpan]:
-    """Return a rank's buckets, from when their turn has come on the last rank. See `observe.waits`."""
+    """Return a rank's buckets, from when their turn has come on the last rank. See `figures.step_parts`."""
     found: list[GanttSpan] = []
     for i, exchange in enumerate(row.exchanges):
         wire = wires[i] if i < len(wires) else None

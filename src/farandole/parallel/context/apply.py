@@ -201,7 +201,7 @@ class ModelPass:
         self._context = context
         self._is_proven = False
         self._is_in_pieces = False
-        """Whether something else runs the model's own code. See `parallel.outer_pass`."""
+        """Whether something else runs the model's own code. See `parallel.model.OuterPass`."""
 
     def run(self, model: nn.Module, plain: Any, inputs: Inputs) -> Any:
         """Run `plain`, the model's own forward pass, with divided attention."""

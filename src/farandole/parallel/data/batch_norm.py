@@ -347,7 +347,7 @@ class _GlobalNorm(torch.autograd.Function):
 
 
 class BufferSync:
-    """Carries a model's changing buffers with the gradients. `ExtraTensors` of `comm.reducer`."""
+    """Carries a model's changing buffers with the gradients. `ExtraTensors` of `comm.engine`."""
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world

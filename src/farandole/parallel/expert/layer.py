@@ -111,7 +111,7 @@ class MixtureOfExperts(nn.Module):
         num_experts: how many there are.
         top_k: how many a token goes to; their weights add up to 1 (a single one has its probability).
         capacity_factor: an expert takes at most this many times its even share of the tokens of the global batch,
-            others are dropped and counted; None: drops none. See `routing`.
+            others are dropped and counted; None: drops none. See `dispatch`.
         activation: of experts: "swiglu" or "gelu".
         shared_size: inner width of an expert of the same kind that sees every token; 0: none.
 

@@ -170,7 +170,7 @@ _NAME = "_farandole_stored_"
 def stored_parts_shown(model: nn.Module) -> Iterator[None]:
     """Let `fully_shard` see the stored tensors of frozen weights as parameters of the layers that have them.
 
-    The names of the model are the old ones afterwards. See [Note: parts in shards] in `parallel.frozen`.
+    The names of the model are the old ones afterwards. See [Note: parts in shards] in `parallel.frozen_weight`.
     """
     shown: list[tuple[nn.Module, str]] = []
     seen: set[int] = set()

@@ -247,7 +247,7 @@ class Rates:
     def link(self, operation: str, ranks: int, stride: int) -> Link:
         """Return the figures of an operation among `ranks` that are `stride` apart.
 
-        See [Note: links that ranks share] in `core.cluster.cluster`.
+        See [Note: links that ranks share] in `core.cluster`.
         """
         key = operation, ranks, stride
         found = self._links.get(key)

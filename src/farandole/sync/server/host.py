@@ -15,7 +15,7 @@ from .channel import ServerMessage, write_problem
 
 @dataclass
 class _Client:
-    """What is known of a client's requests. See [Note: applied once] in `service`."""
+    """What is known of a client's requests. See [Note: applied once]."""
 
     last: int = 0
     """The number of its last request that changed something."""

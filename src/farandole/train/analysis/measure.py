@@ -91,10 +91,6 @@ def main() -> None:
         nn.functional.gelu(layer(x)).sum().backward()
 
 
-if __name__ == "__main__":
-    main()
-
-
 ROUNDS, FEWEST = 7, 3
 """Rounds, each a timed pass of every size, after one that is not timed; and the fewest where they take long."""
 LEAST_SECONDS, SECONDS = 5.0, 60.0
@@ -378,3 +374,7 @@ def _threads(wanted: int | None) -> Iterator[int]:
         yield wanted or before
     finally:
         torch.set_num_threads(before)
+
+
+if __name__ == "__main__":
+    main()

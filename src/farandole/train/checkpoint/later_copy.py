@@ -2,7 +2,7 @@
 
 [Note: provably one moment] Only an optimizer's step should change these tensors, and it waits for the copy, by a
 hook of torch that all optimizers call. Whatever else writes to them meanwhile, such as ``parameter.data``, a mean
-of weights or a library, is seen by the kernel (`written_pages`): each piece is copied, and then asked for. If it
+of weights or a library, is seen by the kernel (`PageWatch`): each piece is copied, and then asked for. If it
 was written, the save fails by the tensor's name, and later saves copy that at once. Memory that cannot be watched
 so (shared or pinned memory, files, devices, older kernels) is copied at once from the first save on.
 

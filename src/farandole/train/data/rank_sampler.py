@@ -1,6 +1,6 @@
 """Which samples a rank draws in an epoch: its parts of the job's batches, from the start or where a run resumes.
 
-See [Note: epochs and resuming] in `position` and [Note: random numbers by place] in `random_state`.
+See [Note: epochs and resuming] in `position`, and [Note: random numbers by place].
 """
 
 from __future__ import annotations

@@ -425,7 +425,7 @@ def _say_that_it_is_read_whole(model: Any, data: Any) -> None:
 
 # Warnings about mistakes in a `fit` on several ranks: the same samples on ranks, and ranks that drift apart.
 #
-# What torch's trainings get by `train.guards`; texts and times are the same.
+# What torch's trainings get by `train.equal_models` and `same_data`; texts and times are the same.
 
 
 _MOST_ARRAYS, _MOST_BATCH_ELEMENTS = 8, 65536

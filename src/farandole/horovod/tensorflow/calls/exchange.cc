@@ -2,7 +2,7 @@
 // outputs are there when that thread says so. No thread of TensorFlow waits for another rank.
 //
 // Written against TensorFlow's C API, whose functions are declared here as far as they are used, so that no header of
-// TensorFlow is needed, and the library does not depend on its C++ classes. `library.py` compiles and loads it.
+// TensorFlow is needed, and the library does not depend on its C++ classes. `call.py` compiles and loads it.
 //
 // An operation with `in_place` has outputs like its inputs, and holds what is to be exchanged in the outputs already
 // when Python sees it: in the memory of the inputs, where nobody else uses that, else in a copy. The other ones get

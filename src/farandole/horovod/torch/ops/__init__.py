@@ -1,1 +1,1 @@
-"""Horovod's tensor operations for PyTorch, one file for each collective."""
+"""Horovod's tensor operations for PyTorch."""
