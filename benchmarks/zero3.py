@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import farandole as fd
-from farandole.parallel.changed_class import repeated_blocks
+from farandole.parallel.blocks import repeated_blocks
 from models import SleepingLayer, mean_square_loss, step_of
 from shared import medians_ms, paired, read_options, report, slowest_in_turns, stage_3_bound_ms
 

@@ -17,7 +17,7 @@ from farandole.checkpoint.directory import (
 )
 from farandole.checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
 from farandole.checkpoint.shard_file import digest, lay_out
-from farandole.checkpoint.writer.client import Writer
+from farandole.checkpoint.writer_client import Writer
 
 ROWS = 400
 

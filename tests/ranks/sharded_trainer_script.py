@@ -20,8 +20,8 @@ from transformers import Trainer, TrainingArguments, set_seed
 import farandole as fd
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.integrations.accelerate import FarandoleAccelerator
+from farandole.integrations.shared import is_divided
 from farandole.integrations.transformers import FarandoleTrainer
-from farandole.integrations.whole_state import is_divided
 from tests.ranks.transformers_script import JOINED, StopAt, language_model, pad, sequences
 
 

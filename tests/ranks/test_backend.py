@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 import farandole as fd
 import farandole.backend
-from farandole.comm.backend import create
-from farandole.comm.backend.exchanges import by_host_exchange, message_exchange
+from farandole.comm.backend import create, host_exchange, message_exchange
 from farandole.comm.transport.transport import Transport
 from tests.ranks import backend_program, backend_script, backend_sharded
 from tests.ranks.pool import free_port, patient, ranks, takes
@@ -32,14 +31,14 @@ STEPS = 120
 @contextmanager
 def as_if_apart(apart: bool, ranks_a_host: int = 1) -> Iterator[None]:
     """Let ranks take themselves for those of several hosts: they exchange messages then, in small segments."""
-    before = (create._host_identity, message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES)
+    before = (create._host_identity, message_exchange.SEGMENT_BYTES, host_exchange.CHUNK_BYTES)
     if apart:
         create._host_identity = lambda rank: f"host {rank // ranks_a_host}"
-        message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES = 2**14, 2**17
+        message_exchange.SEGMENT_BYTES, host_exchange.CHUNK_BYTES = 2**14, 2**17
     try:
         yield
     finally:
-        create._host_identity, message_exchange.SEGMENT_BYTES, by_host_exchange.CHUNK_BYTES = before
+        create._host_identity, message_exchange.SEGMENT_BYTES, host_exchange.CHUNK_BYTES = before
 
 
 def make(members: list[int] | None = None, seconds: float = 20.0) -> Any:

@@ -14,9 +14,9 @@ import farandole as fd
 from farandole.comm.engine.coded_bucket import CodedBucket
 from farandole.comm.engine.sharded_bucket import CodedShardBucket
 from farandole.core.vocabulary.errors import CommError
+from farandole.parallel.loss_scaling import LEAST
 from farandole.parallel.lower_precision import loss_scale_of
 from farandole.parallel.model import DistributedModel
-from farandole.parallel.scaled_graph import LEAST
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_negotiate import engine, run

@@ -21,9 +21,9 @@ import farandole as fd
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.events import Event, Logged
 from farandole.parallel.distribute import undistribute
+from farandole.parallel.loss_scaling import BACKOFF, GOOD_STEPS, INITIAL, DynamicLossScale
 from farandole.parallel.lower_precision import loss_scale_of
 from farandole.parallel.model import DistributedModel
-from farandole.parallel.scaled_graph import BACKOFF, GOOD_STEPS, INITIAL, DynamicLossScale
 from tests.ranks.pool import fresh, ranks
 from tests.ranks.reference import assert_same_bits, data, mlp, own
 

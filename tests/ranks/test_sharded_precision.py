@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.parallel.scaled_graph import BACKOFF, INITIAL
+from farandole.parallel.loss_scaling import BACKOFF, INITIAL
 from farandole.train.verify.verify import fingerprint
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, own

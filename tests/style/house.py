@@ -72,8 +72,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("answer", "what the planner says: text, JSON, the plan file, and the page"),
     ],
     "checkpoint": [
-        (".", "the format: files, manifest, directory, lock; reading and verifying it"),
-        ("writer", "the process that writes a rank's files from memory they share"),
+        (".", "the format: files, manifest, directory, lock; reading and verifying it; the process that writes"),
     ],
     "observe": [
         ("records", "the records of a run: written while it trains, kept short on disk, read again on one clock"),
@@ -117,13 +116,14 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
     "parallel": [
         ("model", "the owner of all that belongs to one distributed model, and the strategies that make it; names "
          "types of files below, as fields"),
-        ("changed_class", "modules whose class is changed in place; the repeated blocks of a model"),
+        ("blocks", "the repeated blocks of a model: one definition for all who ask"),
+        ("changed_class", "modules whose class is changed in place"),
         ("mesh", "groups and parts of the world by the degrees of a plan"),
         ("split", "parameters that are split over ranks: which pieces of the whole a rank has"),
         ("seeds", "random numbers of a divided model: equal where ranks compute the same"),
         ("global_norm", "the norm of gradients over all ranks, where a rank has a part of the model"),
         ("data", "data parallelism beyond gradients: BatchNorm, buffers, and models compared between ranks"),
-        ("scaled_graph", "the scale of gradients of passes in float16, inside the graph and by the steps"),
+        ("loss_scaling", "the scale of gradients of passes in float16, inside the graph and by the steps"),
         ("lower_precision", "forward passes in lower precision"),
         ("recompute", "activations that are computed again in backward instead of kept"),
         ("frozen_weight", "a weight that does not train, in few bits"),

@@ -12,9 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from farandole.core.env import PLAN_FILE
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.integrations.shared import refuse_degrees
 from farandole.integrations.transformers import refuse_inexact_resume
 from farandole.integrations.weighed_batches import divide
-from farandole.integrations.whole_state import refuse_degrees
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The reducer's own ways to exchange, for ``farandole bench collectives``: connections, and memory inside hosts.
 
-Each `make_` returns a callable as `routes` asks for. Tensors lie in shared memory in the reducer, and here they
-are copied into it, which is part of the time (the reducer does it when it loads a bucket), and not out of it.
+Each `make_` returns a callable as `collectives` asks for. Tensors lie in shared memory in the reducer, and here
+they are copied into it, which is part of the time (the reducer does it when it loads a bucket), and not out of it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..comm.world.world import World
 from .intervals import NotMeasurable
 
 Run = Callable[[torch.Tensor], torch.Tensor]
-"""As `routes` has it."""
+"""As `collectives` has it."""
 _LINE_ELEMENTS = 16
 """Slices of shared tensors of float32 begin at multiples of this."""
 

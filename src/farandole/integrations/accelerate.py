@@ -27,7 +27,7 @@ from ..parallel.distribute import distribute, undistribute
 from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.session import init
-from .whole_state import holding_passes, is_divided, missing, refuse_degrees, whole_parameters
+from .shared import holding_passes, is_divided, missing, refuse_degrees, whole_parameters
 
 try:
     from accelerate import Accelerator

@@ -30,7 +30,7 @@ from ..train.data.loader_watch import watch_loaders
 from ..train.loop import log
 from ..train.record import record
 from ..train.session import init
-from .whole_state import holding_passes, missing, refuse_degrees
+from .shared import holding_passes, missing, refuse_degrees
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment

@@ -42,8 +42,7 @@ from ..train.checkpoint.agreement import together
 from ..train.loop import log, mean
 from ..train.record import record
 from ..train.session import init
-from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
-from .whole_state import (
+from .shared import (
     is_divided,
     load_whole_optimizer,
     missing,
@@ -53,6 +52,7 @@ from .whole_state import (
     whole_optimizer_state,
     whole_parameters,
 )
+from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
 
 # The checkpoints of transformers' Trainer, of a model or an optimizer that the plan divides over ranks.
 #

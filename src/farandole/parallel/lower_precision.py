@@ -2,7 +2,7 @@
 
 The parameters stay as they are (master weights in float32); `torch.autocast` casts what enters matrix products and
 convolutions. The loss is computed by the loop, outside of it, from outputs in float32, as with Accelerate.
-See [Note: borders] in `scaled_graph` for float16.
+See [Note: borders] in `loss_scaling` for float16.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from .changed_class import (
     require_changeable,
     set_class,
 )
-from .model import DistributedModel, Strategy
-from .scaled_graph import (
+from .loss_scaling import (
     DynamicLossScale,
     Entering,
     Leaving,
@@ -45,6 +44,7 @@ from .scaled_graph import (
     sequence_number,
     strange_leaves,
 )
+from .model import DistributedModel, Strategy
 
 # Containers of tensors, rebuilt with other tensors: the arguments and the output of a forward pass.
 
@@ -333,7 +333,7 @@ class LowerPrecision:
                 remedy='register them as parameters, or use precision = "bf16"',
             )
 
-    # -- gradients; see [Note: one decision] in `scaled_graph` ---------------------------------------
+    # -- gradients; see [Note: one decision] in `loss_scaling` ---------------------------------------
 
     def _note_pass(self) -> None:
         task = torch._C._current_graph_task_id()

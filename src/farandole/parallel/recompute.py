@@ -26,7 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.text import did_you_mean
-from .changed_class import ChangedClass, change_class, make_kin, repeated_blocks, require_changeable, set_class
+from .blocks import repeated_blocks
+from .changed_class import ChangedClass, change_class, make_kin, require_changeable, set_class
 from .data.batch_norm import StatsGroup, stats_group_of
 from .lower_precision import own_casts
 from .model import Strategy

@@ -21,7 +21,7 @@ from .context.context import Context
 from .data.tuned_micro_batches import TunedMicroBatches
 from .distribute import local_policies
 from .expert.layer import losses_of_layers
-from .instrument.device_marks import inner_exchange
+from .instrument.phase_hooks import inner_exchange
 from .mesh import Mesh
 from .model import DistributedModel
 from .pipeline.micro_batches import (

@@ -444,16 +444,10 @@ def balancer_of(here: World) -> Balancer | None:
     return None if keys is None else here.session.keep(Balancer, lambda: Balancer(here, keys))
 
 
-class OpenBalancer:
-    """Makes the balancer on all ranks after the same step, whenever each iterates over its loader first."""
-
-    def __init__(self, here: World) -> None:
-        self._here = here
-
-    def after_step(self, _: int) -> int | None:
-        """Make it, if a plan asks for it and it is not there."""
-        balancer_of(self._here)
-        return NEVER if is_balance_known(self._here) else None
+def open_balancer(here: World, _: int) -> int | None:
+    """Make it, if a plan asks for it: after the same step on all ranks, whenever each begins to load."""
+    balancer_of(here)
+    return NEVER if is_balance_known(here) else None
 
 
 def _text(counts: tuple[int, ...]) -> str:

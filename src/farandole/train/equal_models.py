@@ -1,4 +1,4 @@
-"""Says when ranks no longer train one model: a scheduler that goes by a rank's own loss, a change on one rank.
+"""Says when ranks do not train one model: it was never distributed, or a loss of a rank's own has changed it.
 
 [Note: when models are compared] After steps 8, 16, 32 and so on each rank leaves a hash of some of its parameters
 and its learning rates in the store. One step later every rank has been through another exchange, so all hashes are

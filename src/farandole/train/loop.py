@@ -1,4 +1,4 @@
-"""What a plain loop calls beside `fd.distribute`: `accumulate`, `mean`, `phase`, `print`, `log`, `barrier`."""
+"""What a plain loop calls beside `fd.distribute`: `accumulate`, `mean`, `phase`, `print`, `log`, `seed`, ..."""
 
 from __future__ import annotations
 

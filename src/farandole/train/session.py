@@ -54,7 +54,7 @@ from ..observe.records.step_recorder import EventWriter, StepRecorder, StepSink
 from ..parallel.instrument.device_marks import figures_of
 from ..parallel.instrument.saving_watch import watch_saving
 from ..parallel.instrument.training_facts import peak_of, watch_facts
-from .balance import OpenBalancer
+from .balance import open_balancer
 from .clock_sync import ClockSync, clock_name
 from .elastic import member
 from .equal_models import EqualModels, UndistributedWatch
@@ -359,7 +359,7 @@ class TrainSession:
             self._garbage.open()
         if here.size > 1:
             here.session.steps.after_step(ClockSync(here, name).after_step)
-            here.session.steps.after_step(OpenBalancer(here).after_step)
+            here.session.steps.after_step(functools.partial(open_balancer, here))
             self._first_batch = FirstBatch(here)
             EqualModels(here)
 

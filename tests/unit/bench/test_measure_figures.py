@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farandole.bench.cluster.compute import attention, slow_ranks
 from farandole.bench.cluster.exchanges import elements_of
-from farandole.bench.cluster.page import format_changes, format_cluster
+from farandole.bench.cluster.measure import format_changes, format_cluster
 from farandole.bench.cluster.rounds import (
     LEAST_ROUNDS,
     MOST_ROUNDS,

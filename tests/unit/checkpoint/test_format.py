@@ -29,9 +29,18 @@ from farandole.checkpoint.directory import (
     steps_to_prune,
 )
 from farandole.checkpoint.listing import last_good_step, prune_checkpoints, verify_checkpoint
-from farandole.checkpoint.manifest import NAME, FileEntry, Manifest, PieceEntry, TensorEntry, parse_manifest
-from farandole.checkpoint.shard_file import decode, digest, encode, lay_out
-from farandole.checkpoint.writer.client import Writer, write_file
+from farandole.checkpoint.manifest import (
+    NAME,
+    FileEntry,
+    Manifest,
+    PieceEntry,
+    TensorEntry,
+    decode,
+    encode,
+    parse_manifest,
+)
+from farandole.checkpoint.shard_file import digest, lay_out
+from farandole.checkpoint.writer_client import Writer, write_file
 from farandole.core.vocabulary.errors import CheckpointError
 
 NONCE = "0123456789abcdef"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.cli.options.output_file import check_output
+from farandole.cli.options.files import check_output
 from farandole.core.vocabulary.errors import ConfigError
 
 

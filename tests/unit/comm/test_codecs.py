@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from farandole.comm.codecs.codec import Codec, ErrorFeedback, leaves
 from farandole.comm.codecs.registry import bare_codec, make_codec
-from farandole.comm.codecs.topk import Positions, PowerSGD, exact_top, sampled_top
+from farandole.comm.codecs.sparse_low_rank import Positions, PowerSGD, exact_top, sampled_top
 from farandole.comm.codecs.units import fuse
 from farandole.comm.messages import (
     Encoded,

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from farandole.comm.autotune.probe import ProbeRequest
 from farandole.comm.codecs.registry import make_codec, runs_on_devices
-from farandole.comm.codecs.topk import Positions
+from farandole.comm.codecs.sparse_low_rank import Positions
 from farandole.comm.device.streams import simulate_device
 from farandole.comm.engine.bucket import Bucket, DenseBucket
 from farandole.comm.engine.coded_bucket import DeviceCodedBucket

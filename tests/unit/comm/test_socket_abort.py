@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from farandole.comm.world.forks import SocketAborter
+from farandole.comm.world.comm_errors import SocketAborter
 
 Pair = tuple[socket.socket, socket.socket]
 

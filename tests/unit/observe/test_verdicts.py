@@ -28,7 +28,7 @@ from farandole.observe.diagnose.step_table import (
 from farandole.observe.figures.summary import describe_efficiency, summarise
 from farandole.observe.records.run_reader import read_run
 from farandole.observe.report import content as report_run
-from farandole.observe.report import verdict as page
+from farandole.observe.report import page
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 
 BOUND = {"threads": 1, "cores": 1, "worker_cores": 1, "device": "cpu", "loader_workers": 0}

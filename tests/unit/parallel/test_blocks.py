@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from farandole.parallel.changed_class import repeated_blocks
+from farandole.parallel.blocks import repeated_blocks
 
 
 class Block(nn.Module):

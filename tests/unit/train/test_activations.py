@@ -10,7 +10,7 @@ import pytest
 
 from farandole.core.cluster_presets import preset_cluster
 from farandole.core.vocabulary.spec import Plan
-from farandole.parallel.changed_class import repeated_blocks
+from farandole.parallel.blocks import repeated_blocks
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.memory import MemoryByCategory

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from farandole.bench.models import Bottleneck, LanguageModel
-from farandole.parallel.changed_class import repeated_blocks
+from farandole.parallel.blocks import repeated_blocks
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
 from farandole.train.memory.optimizers import OPTIMIZERS, optimizer_facts
 from farandole.train.memory.probe import Question, probe

@@ -13,8 +13,8 @@ from ...launch.job.hosts import parse_hosts
 from ...launch.job.placement import assign_ranks
 from ...launch.start.request import read_command
 from ..main import Parser, parser
+from ..options.files import check_output
 from ..options.job_options import add_plan_options, plan_words
-from ..options.output_file import check_output
 
 _EXAMPLES = """\
   farandole bench scaling --np 1,2,4 -- python train.py

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError
 from ..main import parser
-from ..options.output_file import NEWEST, run_or_newest
+from ..options.files import NEWEST, run_or_newest
 
 OVER = 3
 """Exit code when a finding costs more than ``--fail-over`` allows."""

@@ -15,7 +15,7 @@ from ...plan.answer.page import write_page
 from ...plan.answer.text import to_text
 from ...plan.search.result import PlanAnswer
 from ..main import parser
-from ..options.output_file import check_output
+from ..options.files import check_output
 
 _EXAMPLES = """\
   farandole explain plan.toml

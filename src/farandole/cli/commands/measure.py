@@ -15,8 +15,8 @@ from ...core.cluster_presets import preset_cluster
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ..main import parser
+from ..options.files import check_output
 from ..options.host_options import add_cluster_options
-from ..options.output_file import check_output
 from .cluster_test import run_words
 
 DEFAULT_FILE = "cluster.toml"
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"--name {options.name!r}: expected a name", remedy="leave it out for the default")
     cluster = _with_price(_measure(options, out) if options.preset is None else _preset(options), out)
     write_cluster(cluster, out)
-    from ...bench.cluster.page import format_cluster
+    from ...bench.cluster.measure import format_cluster
 
     print(json.dumps(dataclasses.asdict(cluster)) if options.json else format_cluster(cluster))
     if busy := cluster.fingerprint.get("busy"):
@@ -107,7 +107,7 @@ def _check_out(options: argparse.Namespace) -> Path:
 
 
 def _measure(options: argparse.Namespace, out: Path) -> Cluster:
-    from ...bench.cluster.page import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
+    from ...bench.cluster.measure import DEFAULT_SECONDS, MOST_SECONDS, measure_cluster
     from ...bench.cluster.rounds import LEAST_SECONDS
 
     seconds = DEFAULT_SECONDS if options.seconds is None else options.seconds
@@ -158,7 +158,7 @@ def _compare(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps({"version": 1, "changes": [change.to_mapping() for change in changes]}))
         return 0
-    from ...bench.cluster.page import format_changes
+    from ...bench.cluster.measure import format_changes
 
     print(format_changes(changes, (Path(before).stem, Path(after).stem)))
     return 0

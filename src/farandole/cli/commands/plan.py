@@ -18,7 +18,7 @@ from ...plan.answer.page import pipeline_page
 from ...plan.answer.text import to_text
 from ...plan.search.result import GOALS, PRECISIONS, SearchRequest, parse_fixed
 from ..main import parser
-from ..options.output_file import check_output
+from ..options.files import check_output
 
 _EXAMPLES = """\
   farandole plan train:make_model --batch train:make_batch --cluster cluster.toml --gpus 8

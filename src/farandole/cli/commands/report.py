@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...core.vocabulary.text import write_notice
 from ..main import parser
-from ..options.output_file import NEWEST, run_or_newest
+from ..options.files import NEWEST, run_or_newest
 
 _EXAMPLES = """\
   farandole report                              # of the newest run in runs/

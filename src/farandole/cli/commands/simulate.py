@@ -29,7 +29,7 @@ from ...plan.scaling import (
     parse_slow_ranks,
 )
 from ..main import parser
-from ..options.output_file import check_output
+from ..options.files import check_output
 
 _EXAMPLES = """\
   farandole simulate plan.toml --gpus 8..16384

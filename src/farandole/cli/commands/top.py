@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from ...core.vocabulary.errors import ConfigError
 from ..main import parser
-from ..options.output_file import NEWEST, run_or_newest
+from ..options.files import NEWEST, run_or_newest
 
 if TYPE_CHECKING:
     from ...observe.figures.live import RunState

@@ -14,7 +14,7 @@ import torch
 
 from ...core.vocabulary.errors import Mismatch
 from ..messages import side_by_side
-from .exchanges.exchange import SAME_CALLS, TEXT_BYTES, GroupExchange, combine
+from .exchange import SAME_CALLS, TEXT_BYTES, GroupExchange, combine
 
 # User tensors as exchanges want them, flat and contiguous, and how calls describe them to other ranks.
 

@@ -34,11 +34,10 @@ from ..world.connect import agree_on_start, watch_forks
 from ..world.forks import refuse_spawned_worker
 from ..world.world import World
 from .calls import CallQueue, GroupWork
-from .exchanges.by_host_exchange import ByHostExchange
-from .exchanges.exchange import GroupExchange
-from .exchanges.host_exchange import HostExchange
-from .exchanges.message_exchange import MessageExchange
+from .exchange import GroupExchange
+from .host_exchange import ByHostExchange, HostExchange
 from .mailbox import LateConnections, Mailbox
+from .message_exchange import MessageExchange
 from .process_group import ProcessGroup
 
 # How the ranks of a group meet: all of them come, and all mean the same group.

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...core.vocabulary.errors import CommError
 from .calls import CallQueue, GroupWork, QueuedCall, WorkEnd
 from .collectives import shortened
-from .exchanges.exchange import GroupExchange
+from .exchange import GroupExchange
 from .mailbox import MOST_TAG, Mailbox
 
 Body = Callable[[GroupExchange, Sequence[Sequence[int]]], object]

@@ -18,7 +18,7 @@ from ..messages import accumulates_in_fp32, divide
 from . import collectives
 from .calls import GroupWork
 from .collectives import describe, flattened, land, land_all, only, split, take, take_all
-from .exchanges.exchange import GroupExchange, name_of
+from .exchange import GroupExchange, name_of
 from .group_base import GroupBase
 
 

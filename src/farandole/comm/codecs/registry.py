@@ -29,7 +29,7 @@ from .codec import Codec, ErrorFeedback, MomentumCorrection, finite_flag, leaves
 from .device_quantize import DeviceQuantize, device_quantize
 from .packing import BFloat16, Float8, Float16, Integers, Signs
 from .quantize import NativeQuantize, Packer, Quantized, native_quantize
-from .topk import PowerSGD, RandomK, Threshold, TopK, exact_top, sampled_top
+from .sparse_low_rank import PowerSGD, RandomK, Threshold, TopK, exact_top, sampled_top
 
 
 @dataclass(frozen=True)

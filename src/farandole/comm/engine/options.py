@@ -1,4 +1,7 @@
-"""How a front end configures its reducer: when ranks connect, what the result is, what travels along."""
+"""How a front end configures its reducer: when ranks connect, what the result is, what travels along.
+
+And what gradients on an accelerator can have.
+"""
 
 from __future__ import annotations
 

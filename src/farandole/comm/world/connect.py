@@ -24,8 +24,7 @@ from ...core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ...version import VERSION
 from ..device.accelerator import backend_of, local_gpu, set_device, unique_id
 from . import forks
-from .comm_errors import translate_error, translated
-from .forks import noticed_sockets
+from .comm_errors import noticed_sockets, translate_error, translated
 from .rendezvous import (
     forget_generation,
     forget_meetings,

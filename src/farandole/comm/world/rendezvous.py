@@ -33,7 +33,8 @@ from ...core.failures import first_line
 from ...core.launchers.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled
 from ...core.vocabulary.text import name_ranks, write_notice
-from .forks import SocketAborter, keep_for_ever
+from .comm_errors import SocketAborter
+from .forks import keep_for_ever
 
 LATE_SECONDS = 10.0
 """For ranks to come to the meeting before it is said that they have not; the wait goes on."""

@@ -24,8 +24,8 @@ from ...core.host.stacks import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError, PlanError
 from . import forks
-from .comm_errors import Member, translated
-from .forks import SocketAborter, tell_children
+from .comm_errors import Member, SocketAborter, translated
+from .forks import tell_children
 from .rendezvous import forget_generation
 from .session import Session
 

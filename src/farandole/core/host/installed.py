@@ -1,4 +1,7 @@
-"""What is installed, as the packages say it: none of them is imported, which can take seconds."""
+"""What is installed, as the packages say it: none of them is imported, which can take seconds.
+
+And the commit of the working directory.
+"""
 
 from __future__ import annotations
 

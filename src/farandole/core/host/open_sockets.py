@@ -1,4 +1,7 @@
-"""The sockets of this process, also those of backends, which give no access to them (Linux only)."""
+"""The sockets of this process, also those of backends, which give no access to them (Linux only).
+
+And how TCP decides its rate.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What the kernel says of a process: memory that is resident, what it does with signals, CPU time beside others'.
 
-And what this one may have: open files, memory.
+And what this one may have: open files, memory; its heap, and which of its pages were written.
 """
 
 from __future__ import annotations

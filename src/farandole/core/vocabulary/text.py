@@ -1,6 +1,6 @@
-"""What a remedy suggests: the nearest of some names, and how Farandole is installed. The only home of such texts.
+"""Texts for people: what a remedy suggests, lists of ranks, notices, and words of others made fit to be shown.
 
-It is installed from its folder, because no package index has it.
+How Farandole is installed stands here alone: from its folder, because no package index has it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tells things apart: optimizers and tapes by name on all ranks, variables by identity on one; and failures.
+"""What tells things apart: optimizers and tapes by name on all ranks, variables by identity on one.
 
 [Note: made again] An elastic job begins its function again when ranks come or go. What the function makes is made
 again by ranks that went on, and for the first time by new ones; what was made before it is there once on all. So

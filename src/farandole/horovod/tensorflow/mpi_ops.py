@@ -18,9 +18,8 @@ from ..common.reductions import (
 from ..common.util import check_extension, gpu_available, num_rank_is_power_2, split_list
 from .calls.scalars import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .compression import Compression
-from .ops.allgather import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
-from .ops.allreduce import allreduce, broadcast, broadcast_, grouped_allreduce
-from .ops.inputs import join
+from .ops.allreduce import allreduce, broadcast, broadcast_, grouped_allreduce, join
+from .ops.gather_scatter import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 
 _basics = basics
 check_num_rank_power_of_2 = num_rank_is_power_2

@@ -26,7 +26,20 @@ from ..common.util import (
     num_rank_is_power_2,
 )
 from .compression import Compression
-from .ops.allgather import (
+from .ops.allreduce import (
+    HorovodAllreduce,
+    HorovodGroupedAllreduce,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+)
+from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
+from .ops.gather_scatter import (
     HorovodAllgather,
     HorovodAlltoall,
     HorovodGroupedAllgather,
@@ -44,19 +57,6 @@ from .ops.allgather import (
     reducescatter_async,
     sparse_allreduce_async,
 )
-from .ops.allreduce import (
-    HorovodAllreduce,
-    HorovodGroupedAllreduce,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-)
-from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
 from .ops.handles import handles, poll, synchronize
 from .optim.joining import barrier, join
 

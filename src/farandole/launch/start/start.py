@@ -1,4 +1,7 @@
-"""Starting a placed job: its run directory, its ranks here or over ssh, and why it stopped."""
+"""Starting a placed job: its run directory, its ranks here or over ssh, and why it stopped.
+
+Also what would be started, and starting on Ray.
+"""
 
 from __future__ import annotations
 

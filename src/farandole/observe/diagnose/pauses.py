@@ -1,4 +1,4 @@
-"""Time that ordinary steps do not have: garbage collection, checkpoints, evaluation, spikes and a slow start.
+"""Time that ordinary steps do not have: collections of garbage, checkpoints, evaluation, spikes, own code.
 
 [Note: pauses add up] A pause of one rank stops all. Pauses of different ranks in the same step overlap, in
 different steps they add up; so the cost is the longest of each step, summed over steps and spread over them.

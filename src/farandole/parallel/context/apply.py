@@ -28,7 +28,8 @@ from ..model import OUTER_PASS, Strategy
 from .attention import AttentionCall, DividedAttention
 from .context import Context
 from .group import Compared, ContextGroup, cut, is_constant, join, positions_of
-from .proof import Inputs, prepare, prove, require_right_kind
+from .proof import prove
+from .transformers_models import Inputs, prepare, require_right_kind
 
 # `fd.context_shard` and its kin: what a loop calls to cut sequences, and to put them together.
 

@@ -23,7 +23,7 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.text import name_ranks
-from ..instrument.device_marks import inner_exchange
+from ..instrument.phase_hooks import inner_exchange
 
 # What the ranks of a context group compare before they compute: the same whole samples, parts of one shape.
 

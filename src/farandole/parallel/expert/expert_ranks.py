@@ -28,7 +28,7 @@ from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.text import name_ranks
-from ..instrument.device_marks import inner_exchange
+from ..instrument.phase_hooks import inner_exchange
 
 DEGREE = "expert"
 

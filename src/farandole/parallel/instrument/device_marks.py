@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
@@ -20,7 +19,7 @@ import torch
 
 from ...comm.device.accelerator import is_accelerator, memory_of, synchronize, timing_event, unique_id
 from ...comm.world.world import World, has_world, world
-from ...core.vocabulary.events import DevicePhases, InnerExchange, Phase
+from ...core.vocabulary.events import DevicePhases, Phase
 from ...observe.records.host_sampler import AcceleratorFigures, find_gpu
 
 STEPS_KEPT = 64
@@ -152,23 +151,3 @@ def figures_of(here: World) -> AcceleratorFigures | None:
     if found is not None:
         return found
     return None if memory_of(here.device) is None else MemoryFigures(here.device)
-
-
-# Records how long passes and steps wait for exchanges inside of them: of activations, of updated parameters.
-#
-# On accelerators such a wait is that of a stream, which the host does not see: nothing is recorded there.
-
-
-@contextmanager
-def inner_exchange(here: World, degree: str, sent_bytes: int | Callable[[], int]) -> Iterator[None]:
-    """Record the time inside as a wait for the ranks of a degree; of one that succeeded.
-
-    `sent_bytes`: by this rank, of collectives what a ring sends; or what gives it when all is sent.
-    """
-    if here.device.type != "cpu":
-        yield
-        return
-    begin = time.monotonic()
-    yield
-    sent = sent_bytes if isinstance(sent_bytes, int) else sent_bytes()
-    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic(), sent))

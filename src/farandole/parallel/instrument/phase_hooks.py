@@ -15,8 +15,8 @@ import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
@@ -32,7 +32,16 @@ from ...comm.device.streams import outside_graphs
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World, has_world, world
 from ...core.vocabulary.errors import ConfigError
-from ...core.vocabulary.events import BACKWARD, EVALUATION, FORWARD, LOSS, OPTIMIZER, Exchange, Phase
+from ...core.vocabulary.events import (
+    BACKWARD,
+    EVALUATION,
+    FORWARD,
+    LOSS,
+    OPTIMIZER,
+    Exchange,
+    InnerExchange,
+    Phase,
+)
 from ..model import Strategy
 from ..optim.step_hooks import ScalerWatch, is_nested_step
 from .device_marks import mark_begin, mark_end
@@ -392,3 +401,23 @@ def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
             found: DistributedDataParallel = each
             return found
     return None
+
+
+# Records how long passes and steps wait for exchanges inside of them: of activations, of updated parameters.
+#
+# On accelerators such a wait is that of a stream, which the host does not see: nothing is recorded there.
+
+
+@contextmanager
+def inner_exchange(here: World, degree: str, sent_bytes: int | Callable[[], int]) -> Iterator[None]:
+    """Record the time inside as a wait for the ranks of a degree; of one that succeeded.
+
+    `sent_bytes`: by this rank, of collectives what a ring sends; or what gives it when all is sent.
+    """
+    if here.device.type != "cpu":
+        yield
+        return
+    begin = time.monotonic()
+    yield
+    sent = sent_bytes if isinstance(sent_bytes, int) else sent_bytes()
+    here.session.recorder.record(InnerExchange(degree, begin, time.monotonic(), sent))

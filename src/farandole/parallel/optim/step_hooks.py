@@ -49,7 +49,7 @@ from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
-from ..scaled_graph import DynamicLossScale
+from ..loss_scaling import DynamicLossScale
 
 # Steps of an optimizer that hooks alone do not tell: one within a step, and one that raises.
 

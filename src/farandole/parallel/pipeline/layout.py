@@ -14,7 +14,7 @@ from ...comm.device.accelerator import synchronize
 from ...core.schedule.build import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.text import did_you_mean
-from ..changed_class import repeated_blocks
+from ..blocks import repeated_blocks
 from ..frozen_model import stored_tensors
 from .program import Program, Segment, cut_program, run_segment
 

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils import _pytree as pytree
 
 from ...core.vocabulary.errors import PlanError
-from ..changed_class import repeated_blocks
+from ..blocks import repeated_blocks
 from .program import Held, Program, ProgramCall, Value, ValueSpec
 
 _DECISIONS = {

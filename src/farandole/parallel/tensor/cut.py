@@ -11,7 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from ...core.vocabulary.errors import PlanError
-from ..changed_class import change_class, features_of, is_transposed, make_kin, repeated_blocks
+from ..blocks import repeated_blocks
+from ..changed_class import change_class, features_of, is_transposed, make_kin
 from ..split import Split, split_in_place, split_of
 from .recipe import LayerPart, TensorRecipe, Units, even, parents, spread
 from .regions import DEGREE, RegionSeed, TensorRanks, has_dropout

@@ -16,7 +16,8 @@ from torch.nn import functional
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import nearest
-from ..changed_class import features_of, is_transposed, plain_class_of, repeated_blocks, require_changeable
+from ..blocks import repeated_blocks
+from ..changed_class import features_of, is_transposed, plain_class_of, require_changeable
 from ..frozen_model import DOWN, frozen_weights
 from ..frozen_weight import FORMS, FrozenWeight
 from .split_layers import is_linear

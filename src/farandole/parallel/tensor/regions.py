@@ -42,7 +42,7 @@ from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.step_model.link import ring_sent_bytes
 from ...core.vocabulary.errors import ConfigError
-from ..instrument.device_marks import inner_exchange
+from ..instrument.phase_hooks import inner_exchange
 from ..mesh import Mesh
 from ..seeds import kept_generators
 

@@ -45,7 +45,7 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
-from ..changed_class import repeated_blocks
+from ..blocks import repeated_blocks
 from ..data.batch_norm import BufferSync
 from ..frozen_weight import FrozenWeight
 from ..model import Strategy

@@ -35,7 +35,7 @@ from ...comm.engine.row_gather import RowGather
 from ...comm.transport.comm_thread import BucketWork
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError
-from ..instrument.device_marks import inner_exchange
+from ..instrument.phase_hooks import inner_exchange
 from ..model import DistributedModel
 from ..optim.step_hooks import is_nested_step, undo_after_errors
 

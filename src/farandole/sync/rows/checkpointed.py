@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...checkpoint.shard_file import decode
+from ...checkpoint.manifest import decode
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError

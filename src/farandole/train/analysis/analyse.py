@@ -20,7 +20,7 @@ from torch import nn
 from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.units import format_bytes
-from ...parallel.changed_class import repeated_blocks
+from ...parallel.blocks import repeated_blocks
 from ...parallel.optim.disk_states import KINDS
 from ...parallel.optim.elementwise import why_not_elementwise
 from ...parallel.pipeline.layout import starts_of_layers

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ...parallel.changed_class import repeated_blocks
+from ...parallel.blocks import repeated_blocks
 from ...parallel.pipeline.trace import traced_through
 
 

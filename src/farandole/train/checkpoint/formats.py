@@ -39,7 +39,8 @@ from ...checkpoint.directory import (
     sync_directory,
 )
 from ...checkpoint.export import find_tensors, read_bytes
-from ...checkpoint.shard_file import decode, digest, encode, lay_out
+from ...checkpoint.manifest import decode, encode
+from ...checkpoint.shard_file import digest, lay_out
 from ...comm.messages import bytes_of
 from ...core.vocabulary.errors import CheckpointError
 from .later_copy import MemoryFile, box_of, in_file_order

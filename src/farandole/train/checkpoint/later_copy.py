@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...checkpoint.shard_file import ITEM_BYTES, Piece, digest, lay_out
-from ...checkpoint.writer.client import Writer
+from ...checkpoint.writer_client import Writer
 from ...comm.device.accelerator import is_in_use
 from ...comm.world.world import World
 from ...core.host.process_status import PAGE_BYTES, PageWatch, PrivateMemory

@@ -12,9 +12,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.tensor import DTensor
 
 from ...checkpoint.directory import step_directory
-from ...checkpoint.manifest import Manifest
-from ...checkpoint.shard_file import decode
-from ...checkpoint.writer.client import Writer
+from ...checkpoint.manifest import Manifest, decode
+from ...checkpoint.writer_client import Writer
 from ...comm.codecs.saved_state import merge
 from ...comm.world.world import World
 from ...core.vocabulary.degrees import Degrees

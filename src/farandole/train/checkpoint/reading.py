@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from ...checkpoint.listing import damaged_piece, require_file, require_header
 from ...checkpoint.manifest import Manifest, PieceEntry
 from ...checkpoint.shard_file import ITEM_BYTES, read_and_hash, tensor_bytes
-from ...checkpoint.writer.client import Writer
+from ...checkpoint.writer_client import Writer
 from ...comm.transport.host_memory import Peer, Unavailable, aligned, find_peers
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World

@@ -40,7 +40,7 @@ from ...checkpoint.directory import (
     steps_to_prune,
 )
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
-from ...checkpoint.writer.client import Writer
+from ...checkpoint.writer_client import Writer
 from ...comm.world.store_sync import BackgroundStore, all_gather_json
 from ...comm.world.world import World
 from ...core.env import read_run_settings

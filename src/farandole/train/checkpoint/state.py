@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from ...checkpoint.shard_file import encode
+from ...checkpoint.manifest import encode
 from ...comm.device.accelerator import generator_of
 from ...comm.messages import bytes_of
 from ...comm.world.world import World, world

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ...checkpoint.shard_file import ITEM_BYTES, Restore
+from ...checkpoint.manifest import Restore
+from ...checkpoint.shard_file import ITEM_BYTES
 from ...core.vocabulary.errors import CheckpointError
 from ...parallel.data.whole_state import WholeStateGuard
 from ...parallel.frozen_weight import FrozenWeight

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...core.vocabulary.errors import FarandoleError
-from ...parallel.changed_class import repeated_blocks
+from ...parallel.blocks import repeated_blocks
 from ...plan.memory import ActivationFacts, Moment
 from .fake_pass import LargerBatch, run_pass
 from .user_pass import Loss

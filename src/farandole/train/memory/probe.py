@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
-from ...parallel.changed_class import repeated_blocks
+from ...parallel.blocks import repeated_blocks
 from ...parallel.frozen_model import (
     adaptable,
     encode_weights,

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from ...core.vocabulary.errors import ConfigError
-from ...parallel.changed_class import repeated_blocks
+from ...parallel.blocks import repeated_blocks
 from ...parallel.lower_precision import own_casts
 from ...parallel.pipeline.micro_batches import as_call
 

@@ -61,8 +61,7 @@ def test_many_messages_are_as_one(shards: int, staleness: int | None, monkeypatc
         return call(self, *arguments, **keys)
 
     monkeypatch.setattr(LocalShards, "call", count)
-    for module in (table_module,):
-        monkeypatch.setattr(module, "MOST_MESSAGE_BYTES", 1500)
+    monkeypatch.setattr(table_module, "MOST_MESSAGE_BYTES", 1500)
     for seed in range(4):
         train(parts, seed)
         assert services(parts)[0].shard.version == seed + 1, "a push in many messages is one step"

@@ -1,12 +1,18 @@
-"""Allreduce, of one tensor and of a group; of `tf.IndexedSlices` by allgather."""
+"""Allreduce, of one tensor and of a group; of `tf.IndexedSlices` by allgather; broadcast; join."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from ....core.vocabulary.codec_spec import NONE
+from ....core.vocabulary.errors import CommError, ConfigError
+from ...common.basics import basics
 from ...common.compression import CodecCompressor, check_compression
+from ...common.exceptions import from_comm_error
+from ...common.operations import operation_names
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import (
     Adasum,
@@ -19,7 +25,7 @@ from ..calls.call import OperationCall
 from ..calls.run import name_here, run
 from ..compression import Compression
 from ..installed import tf
-from .allgather import allgather
+from .gather_scatter import allgather
 from .inputs import as_tensor, as_tensors, check_group, list_of_variables, not_converted, rank_in, size_of
 
 
@@ -260,3 +266,34 @@ def broadcast_(
         variable.assign(value)
         received.append(value)
     return received
+
+
+# Join: a rank that is out of data lets the others go on.
+
+
+@not_converted
+def join() -> Any:
+    """Mark this rank as out of data, and wait until all ranks have joined.
+
+    Until then this rank contributes zeros to the allreduces of the others, whose Average still divides by the
+    number of all ranks.
+
+    Returns:
+        The rank that joined last, an int32 scalar, the same on all ranks.
+    """
+    if tf.executing_eagerly():
+        return tf.constant(_join(), tf.int32)
+    last = tf.numpy_function(lambda: np.int32(_join()), [], tf.int32, name="HorovodJoin")
+    last.set_shape([])
+    return last
+
+
+def _join() -> int:
+    try:
+        last: int = basics.running.engine.join().wait()
+    except ConfigError as problem:
+        raise ValueError(str(problem)) from problem
+    except CommError as problem:
+        raise from_comm_error(problem) from problem
+    operation_names.all_joined()
+    return last

@@ -47,8 +47,8 @@ from ...common.compression import CodecCompressor, codec_of, name_of
 from ...common.exceptions import from_comm_error
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, Sum
-from ..ops.allgather import sparse_allreduce_async
 from ..ops.allreduce import ReduceOptions, begin_allreduce
+from ..ops.gather_scatter import sparse_allreduce_async
 from ..ops.handles import synchronize, wait_for_all
 from .joining import announce_connection, serve_while_joined
 from .optimizer_names import TOO_MANY, Names, noname

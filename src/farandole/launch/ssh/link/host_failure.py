@@ -1,4 +1,7 @@
-"""When a host is given up, and why: ssh failed, its connection ended, or it fell silent, or never answered."""
+"""When a host is given up, and why: ssh failed, its connection ended, or it fell silent, or never answered.
+
+And the handshake, by which it answers.
+"""
 
 from __future__ import annotations
 

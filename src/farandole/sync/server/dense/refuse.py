@@ -1,4 +1,4 @@
-"""Which models and optimizers a server can train."""
+"""Which models and optimizers a server can train, and such an optimizer as JSON."""
 
 from __future__ import annotations
 

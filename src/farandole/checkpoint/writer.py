@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .client import receive_message, send_message, write_file
+from .writer_client import receive_message, send_message, write_file
 
 _PR_SET_PDEATHSIG = 1
 

@@ -1,4 +1,4 @@
-"""Whole states of what a plan divides, for trainers that write and read files of their own; and what is refused.
+"""What the front ends share: whole states of what a plan divides, for trainers with files of their own; refusals.
 
 [Note: whole for a moment] A trainer writes a model by many ways: ``save_pretrained``, that of adapters, a class of
 its own. So the parameters themselves are gathered and stand in the model while it writes. Names, types and what is

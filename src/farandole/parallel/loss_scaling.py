@@ -1,4 +1,4 @@
-"""Where gradients are scaled: at the borders of a model's forward pass, as autograd sees them.
+"""Where gradients are scaled: at the borders of a model's forward pass, as autograd sees them; and by how much.
 
 [Note: borders] Inside of a forward pass gradients are the true ones times the scale; outside of it they are true.
 So they are multiplied where they enter, at the outputs, and divided where they leave: at inputs that require a

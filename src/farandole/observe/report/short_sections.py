@@ -1,4 +1,4 @@
-"""The plan as it was applied, and where the run ran."""
+"""Sections of a few lines: what to do, the prediction, tuning, balance, the plan, and where the run ran."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Can a file be written where an option says? Asked before a benchmark takes its minutes."""
+"""What a command reads and writes: whether a file can be written, before minutes are spent; and the newest run."""
 
 from __future__ import annotations
 

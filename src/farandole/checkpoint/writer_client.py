@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...core.vocabulary.errors import CheckpointError
-from ..directory import FILE_MODE, sync_directory
-from ..shard_file import ALIGNMENT_BYTES, digest
+from ..core.vocabulary.errors import CheckpointError
+from .directory import FILE_MODE, sync_directory
+from .shard_file import ALIGNMENT_BYTES, digest
 
 # The socket between a rank and its writer: JSON messages, with a length before each, and descriptors.
 
@@ -56,10 +56,8 @@ def _end() -> bytes:
     raise EOFError("the other end of the writer's socket is closed")
 
 
-_ROOT = Path(__file__).resolve().parents[3]
-_START = (
-    "import sys; sys.path.insert(0, sys.argv.pop(1)); import farandole.checkpoint.writer.__main__ as w; w.main()"
-)
+_ROOT = Path(__file__).resolve().parents[2]
+_START = "import sys; sys.path.insert(0, sys.argv.pop(1)); import farandole.checkpoint.writer as w; w.main()"
 """The package that runs here, wherever it was imported from."""
 
 

@@ -1,4 +1,4 @@
-"""Allgather, of one tensor and of a group: every rank's rows, in the order of the ranks."""
+"""Operations on rows: allgather, alltoall, reducescatter; sparse tensors by allgather."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from ....core.vocabulary.errors import Mismatch
-from ...messages import accumulates_in_fp32, sum_into
+from ...core.vocabulary.errors import Mismatch
+from ..messages import accumulates_in_fp32, sum_into
 
 # How rows of all ranks become one: the reduce operations of `torch.distributed`, and which types each takes.
 #

@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 
-from ....core.vocabulary.errors import Mismatch, Stalled
-from ...messages import ONE_ROUND_BYTES
-from ...transport.group_messages import FrameTransport
-from ...transport.rank_group import PieceExchange, RankGroup
-from ...transport.transport import PendingMessage
+from ...core.vocabulary.errors import Mismatch, Stalled
+from ..messages import ONE_ROUND_BYTES
+from ..transport.group_messages import FrameTransport
+from ..transport.rank_group import PieceExchange, RankGroup
+from ..transport.transport import PendingMessage
 from .exchange import TEXT_BYTES, combine, differing
 
 SEGMENT_BYTES = 256 * 1024

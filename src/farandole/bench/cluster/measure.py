@@ -1,4 +1,4 @@
-"""A cluster, and what differs between two, as text for a terminal. Imports no torch."""
+"""``farandole measure``: the job over all hosts that measures, and a cluster as text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _speed_of(cost: CodecCost) -> str:
     return launches if rate == "free" else f"{launches}, then {rate}"
 
 
-# ``farandole measure``: a job over all hosts that measures what the planner needs to know. Imports no torch.
+# The job: it measures what the planner needs to know.
 #
 # It runs through the ordinary commands: here, over ssh, or on the hosts of ``farandole emulate``.
 

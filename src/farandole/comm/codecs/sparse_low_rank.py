@@ -1,4 +1,4 @@
-"""Sparse codecs: few numbers, and where they belong.
+"""Codecs that send part of a tensor: few numbers and where they belong, or two thin factors (PowerSGD).
 
 Every rank gathers the chosen entries of all: (N-1) k entries travel, which pays while N is small beside 1/density.
 How positions are written is chosen by density, the same way on all ranks: see `Positions`. Random-k needs no

@@ -1,1 +1,0 @@
-"""The process that writes a rank's files, and its client in the rank. No torch in either."""
