@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.style.tables import source
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "farandole"
 PAGE = ROOT / "docs" / "reading.md"
@@ -98,33 +100,12 @@ def _is_a_word(name: str) -> bool:
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
-def is_there(dotted: str) -> bool:
-    """Return whether ``farandole.a.b`` is a module or package, or a name that one defines or imports."""
-    parts = dotted.split(".")[1:]
-    for count in range(len(parts), -1, -1):
-        folder = SOURCE.joinpath(*parts[:count])
-        path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
-        if path.is_file():
-            rest = parts[count:]
-            return not rest or rest[0] in _names_in(path)
-    return False
-
-
-def _names_in(path: Path) -> set[str]:
-    nodes = list(ast.walk(ast.parse(path.read_text())))
-    imported = {
-        alias.asname or alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
-    }
-    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return imported | texts | {name for node in nodes if isinstance(node, ast.stmt) for name in _names_of(node)}
-
-
 def test_dotted_names_of_the_pages_exist() -> None:
     made_up = {"farandole.x.y", "farandole.horovod.x.y"}
     missing = [
         f"{page.name}: {name}"
         for page in PAGES
         for name in sorted(set(re.findall(r"\bfarandole(?:\.[A-Za-z_]\w*)+", page.read_text())) - made_up)
-        if not is_there(name)
+        if not source().has(name.partition(".")[2])
     ]
     assert missing == []

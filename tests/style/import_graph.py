@@ -57,6 +57,20 @@ class Tree:
         """Return the absolute names that a module imports, with their lines."""
         return [(name, line) for name, line, _ in _named(self.modules[module], self._dotted(module))]
 
+    def has(self, dotted: str) -> bool:
+        """Return whether ``a.b.c`` below the package is a module, a folder, or a name that one of them has."""
+        parts = dotted.split(".")
+        for length in range(len(parts), -1, -1):
+            path, rest = "/".join(parts[:length]), parts[length:]
+            for module in (path, f"{path}/__init__".lstrip("/")):
+                if module in self.modules:
+                    return not rest or any(
+                        rest[0]
+                        in (getattr(node, "name", ""), getattr(node, "id", ""), getattr(node, "asname", ""))
+                        for node in ast.walk(self.modules[module])
+                    )
+        return False
+
     def _dotted(self, module: str) -> list[str]:
         return [self.name, *module.split("/")]
 
