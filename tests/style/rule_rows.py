@@ -19,13 +19,13 @@ _VALUES: dict[str, tuple[Any, ...]] = {
     "context": (2, 0), "context_kind": ("ring",), "data": (2, 0), "expert": (2, 0), "expert_codec": ("int8",),
     "first_bucket_bytes": (1024, 0), "frozen_codec": ("int8",), "micro_batches": (2, -1), "nonfinite": ("skip",),
     "offload": ("disk", "none"), "offload_directory": ("/data",), "overlap_gather": (True,),
-    "pipeline": (2, 4, 0), "pipeline_cuts": (("layers.2",),), "precision": ("fp16",), "recompute": ((),),
+    "pipeline": (2, 4, 0), "pipeline_cuts": (("layers.2",),), "precision": ("fp16",), "recompute": ("blocks", ()),
     "route": ("hierarchical", "flat"), "schedule": ("gpipe", "zb-h1"), "sequence_parallel": (True,),
     "shard": (2, 0), "shard_within": ("host",), "staging": ("always",), "stall_seconds": (-1.0,),
     "sync": ("local", "server", "auto"), "sync_batch_norm": (True,), "tensor": (2, 0),
     "tensor_recipe": ({"*.up": "columns"},), "timeout_seconds": (0.0,), "train_schedule": ({"0": "head.*"},),
     "version": (0,), "weight_codec": ("int8",), "weight_versions": (2, 3), "zero": (1, 3, 4),
-    "elastic": (True,), "one_bit_adam": (True,),
+    **dict.fromkeys(FACTS, (True,)),
 }  # fmt: skip
 """Values of keys and facts that are tried for an example, beside the defaults."""
 
@@ -45,19 +45,20 @@ def rows() -> list[str]:
     """Return the table of rules on several keys, in Markdown; those that differ in the last key are one row."""
     lines = ["| not together | because | instead |", "|---|---|---|"]
     several = [rule for rule in RULES if len(rule.values) > 1]
-    for (_, why, remedy), alike in itertools.groupby(several, _without_last_key):
-        examples = [[_shown(*each) for each in example(rule).items()] for rule in alike]
-        keys = [*examples[0][:-1], " or ".join(each[-1] for each in examples)]
-        lines.append(f"| {', '.join(keys)} | {re.sub('^[:,] ', '', why).strip()} | {remedy} |")
+    for (_, facts, why, remedy), alike in itertools.groupby(several, _without_last_key):
+        examples = [[_shown(*each) for each in example(rule).items() if each[0] not in FACTS] for rule in alike]
+        words = [*examples[0][:-1], " or ".join(each[-1] for each in examples), *(FACTS[fact] for fact in facts)]
+        lines.append(f"| {', '.join(words)} | {re.sub('^[:,] ', '', why).strip()} | {remedy} |")
     return lines
 
 
-def _without_last_key(rule: Rule) -> tuple[list[str], str, str]:
-    return list(rule.values)[:-1], rule.why, rule.remedy
+def _without_last_key(rule: Rule) -> tuple[list[str], list[str], str, str]:
+    facts = [key for key in rule.values if key in FACTS]
+    return [key for key in rule.values if key not in FACTS][:-1], facts, rule.why, rule.remedy
 
 
 def _shown(key: str, value: Any) -> str:
-    return FACTS.get(key, f"`{key} = {shown(value)}`")
+    return f"`{key} = {shown(value)}`"
 
 
 def write_rows() -> None:

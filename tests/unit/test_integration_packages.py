@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from farandole.core.env import PLAN_FILE
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.integrations.shared import refuse_degrees
-from farandole.integrations.transformers import refuse_inexact_resume
+from farandole.integrations.shared import check_job
 from farandole.integrations.weighed_batches import divide
 
 
@@ -53,8 +52,11 @@ def test_degrees_beside_data_are_refused_by_name(
     file = tmp_path / "plan.toml"
     file.write_text(f"{key} = 2\n")
     monkeypatch.setenv(PLAN_FILE, str(file))
-    with pytest.raises(ConfigError, match=rf"plan: {key} = 2: Front does not train a model that is divided so"):
-        refuse_degrees("Front")
+    with pytest.raises(
+        ConfigError,
+        match=rf"plan: {key} = 2 with FarandoleTrainer, which does not train a model that is",
+    ):
+        check_job("trainer")
 
 
 def test_stages_of_zero_that_a_front_end_cannot_save_are_refused(
@@ -63,12 +65,12 @@ def test_stages_of_zero_that_a_front_end_cannot_save_are_refused(
     file = tmp_path / "plan.toml"
     monkeypatch.setenv(PLAN_FILE, str(file))
     file.write_text("zero = 3\n")
-    refuse_degrees("Front")
-    refuse_inexact_resume()
-    with pytest.raises(ConfigError, match=r"plan: zero = 3: Front does not train"):
-        refuse_degrees("Front", most_zero=0)
+    check_job("trainer")
+    check_job("resume")
+    with pytest.raises(ConfigError, match=r"plan: zero = 3 with FarandoleStrategy, which does not train"):
+        check_job("lightning")
     file.write_text('zero = 2\nweight_codec = "int8"\n')
     with pytest.raises(
-        ConfigError, match=r'what weight_codec = "int8" keeps with zero = 2 is not in a checkpoint'
+        ConfigError, match=r'weight_codec = "int8" with zero = 2 with resume_from_checkpoint: what it keeps'
     ):
-        refuse_inexact_resume()
+        check_job("resume")

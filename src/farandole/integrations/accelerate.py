@@ -23,11 +23,13 @@ from torch import nn
 from ..comm.world.world import World, has_world, world
 from ..core.env import default_environment
 from ..core.vocabulary.errors import ConfigError
+from ..core.vocabulary.rules import check
+from ..core.vocabulary.spec import Plan
 from ..parallel.distribute import distribute, undistribute
 from ..parallel.model import DistributedModel
 from ..train.data.loader_watch import watch_loaders
 from ..train.session import init
-from .shared import holding_passes, is_divided, missing, refuse_degrees, whole_parameters
+from .shared import check_job, holding_passes, is_divided, missing, whole_parameters
 
 try:
     from accelerate import Accelerator
@@ -63,7 +65,7 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
         if asked:
             raise ConfigError(f"FarandoleAccelerator does not work with {', '.join(asked)}", remedy=_REMEDY)
         here = world() if has_world() else init()
-        refuse_degrees("FarandoleAccelerator")
+        check_job("accelerator")
         if here.device.type == "cpu":
             kwargs.setdefault("cpu", True)
         with default_environment(_place(here)):
@@ -132,24 +134,18 @@ class FarandoleAccelerator(Accelerator):  # type: ignore[misc]
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Save the state as Accelerate does; refused where optimizers or models are sharded."""
-        self._refuse_sharded("save_state")
+        self._check_whole()
         return super().save_state(*args, **kwargs)
 
     def load_state(self, *args: Any, **kwargs: Any) -> Any:
         """Load what `save_state` saved; refused where optimizers or models are sharded."""
-        self._refuse_sharded("load_state")
+        self._check_whole()
         return super().load_state(*args, **kwargs)
 
-    def _refuse_sharded(self, method: str) -> None:
+    def _check_whole(self) -> None:
         plans = [DistributedModel.of(model).plan for model in self._distributed]
-        stages = {plan.zero for plan in plans if plan is not None}
-        if self.num_processes > 1 and any(stages):
-            raise ConfigError(
-                f"{method}: the optimizer's state is sharded over ranks (plan: zero = {max(stages)}), and "
-                "Accelerate would write that of one rank",
-                remedy="call farandole.save and farandole.load on all ranks; save_model and get_state_dict give "
-                "the whole model, on all ranks too",
-            )
+        for plan in plans if self.num_processes > 1 else ():
+            check({**vars(plan or Plan()), "save_state": True})
 
     def free_memory(self, *objects: Any) -> Any:
         """Forget what was prepared; models are no longer distributed, and may be prepared anew."""

@@ -30,7 +30,7 @@ from ..train.data.loader_watch import watch_loaders
 from ..train.loop import log
 from ..train.record import record
 from ..train.session import init
-from .shared import holding_passes, missing, refuse_degrees
+from .shared import check_job, holding_passes, missing
 
 try:
     from lightning.fabric.plugins import ClusterEnvironment
@@ -113,7 +113,7 @@ class FarandoleStrategy(DDPStrategy):  # type: ignore[misc]
             )
         if not has_world():
             init()
-        refuse_degrees("FarandoleStrategy", most_zero=0)  # its steps have closures, and its files are whole
+        check_job("lightning")  # its steps have closures, and its files are whole
         super().__init__(cluster_environment=FarandoleEnvironment(), **kwargs)
         self._held: Any = None
         self._inputs: tuple[Any, Any] | None = None

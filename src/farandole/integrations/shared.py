@@ -19,29 +19,18 @@ from torch.optim import Optimizer
 
 from ..comm.world.world import world
 from ..core.job_plan import resolve_plan
-from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.rules import MOST_ZERO
+from ..core.vocabulary.rules import check
 from ..core.vocabulary.text import install_command
 from ..parallel.frozen_weight import FrozenWeight
 from ..train.loop import accumulate
 
-_DEGREES = ("tensor", "pipeline", "expert", "context")
 
+def check_job(fact: str) -> None:
+    """Raise `PlanError` if the plan of the job does not go with `fact`, such as ``trainer``.
 
-def refuse_degrees(front_end: str, *, most_zero: int = MOST_ZERO) -> None:
-    """Raise `ConfigError` if the plan of the job has a degree beside data, or a stage of ZeRO above `most_zero`.
-
-    `front_end` divides its data over all ranks, and writes models that are whole. Called by all ranks, before
-    anything is moved or sent.
+    Called by all ranks, before anything is moved or sent.
     """
-    plan = resolve_plan(None)
-    asked = [f"{key} = {getattr(plan, key)}" for key in _DEGREES if getattr(plan, key) != 1]
-    asked += [f"zero = {plan.zero}"] if plan.zero > most_zero else []
-    if asked:
-        raise ConfigError(
-            f"plan: {', '.join(asked)}: {front_end} does not train a model that is divided so",
-            remedy="leave it out, or write the loop with farandole.distribute",
-        )
+    check({**vars(resolve_plan(None)), fact: True})
 
 
 def is_divided(model: nn.Module) -> bool:

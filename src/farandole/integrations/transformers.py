@@ -31,8 +31,6 @@ from typing import Any
 import torch
 
 from ..comm.world.world import has_world, world
-from ..core.job_plan import resolve_plan
-from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import SETUP_LOOP, TRAINER, Phase, Setup
 from ..parallel.exchange_state import exchange_state, load_exchange_state
@@ -43,10 +41,10 @@ from ..train.loop import log, mean
 from ..train.record import record
 from ..train.session import init
 from .shared import (
+    check_job,
     is_divided,
     load_whole_optimizer,
     missing,
-    refuse_degrees,
     replaced,
     taking_whole_states,
     whole_optimizer_state,
@@ -62,21 +60,6 @@ from .weighed_batches import Weight, joins_rows, peek_weight, take_weight
 
 _STATE = "farandole_exchange_{}.pt"
 """What codecs keep, of one rank, in a checkpoint."""
-
-
-def refuse_inexact_resume() -> None:
-    """Raise `ConfigError` for a plan whose states are not in a Trainer's checkpoint. Called by all ranks."""
-    plan = resolve_plan(None)
-    if not plan.zero:
-        return
-    asked = [f'weight_codec = "{plan.weight_codec}"'] if plan.weight_codec != NONE else []
-    asked += ["bf16_parameters = true"] if plan.bf16_parameters else []
-    if asked:
-        raise ConfigError(
-            f"resume_from_checkpoint: what {' and '.join(asked)} keeps with zero = {plan.zero} is not in a "
-            "checkpoint of the Trainer",
-            remedy="leave it out, or train by a loop with farandole.save and farandole.load",
-        )
 
 
 class WholeCheckpoints:
@@ -224,7 +207,7 @@ class FarandoleMixin(WholeCheckpoints):
     def create_accelerator_and_postprocess(self) -> None:
         """Make the accelerator, and let Farandole distribute what it prepares."""
         here = world() if has_world() else init()
-        refuse_degrees("FarandoleTrainer")
+        check_job("trainer")
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.__class__ = _TrainerAccelerator
         self.accelerator._take_over()
@@ -244,7 +227,7 @@ class FarandoleMixin(WholeCheckpoints):
         """Train as the Trainer does; the steps of a training that follows are counted by its own optimizer."""
         resumes = args[0] if args else kwargs.get("resume_from_checkpoint")
         if resumes:
-            refuse_inexact_resume()
+            check_job("resume")
         handler = self.callback_handler
         if not any(isinstance(each, FarandoleCallback) for each in handler.callbacks):
             handler.add_callback(FarandoleCallback)  # loss, evaluations and checkpoints

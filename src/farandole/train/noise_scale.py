@@ -26,7 +26,6 @@ from ..comm.engine.noise_sums import NoiseReading, NoiseSums
 from ..comm.engine.reducer import GradientReducer
 from ..comm.world.store_sync import all_gather_json, require_same
 from ..comm.world.world import World, world
-from ..core.vocabulary.codec_spec import AUTO, CodecSpec
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.events import (
     CRITICAL_BATCH,
@@ -36,11 +35,8 @@ from ..core.vocabulary.events import (
     Logged,
     Setup,
 )
-from ..core.vocabulary.rules import MOST_ZERO
-from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.sync_spec import EVERY_STEP
+from ..core.vocabulary.rules import check
 from ..core.vocabulary.text import write_notice
-from ..parallel.mesh import Mesh
 from ..parallel.model import DistributedModel
 
 
@@ -252,7 +248,8 @@ def noise_scale(
         raise ConfigError(f"noise_scale: {', '.join(wrong[:4])}")
     require_same(here, "fd.noise_scale", [("every", every), ("decay", decay), ("samples", samples)])
     distributed = DistributedModel.require(model, "noise_scale")
-    _refuse_plan(*distributed.plan_and_mesh)
+    plan, mesh = distributed.plan_and_mesh
+    check({**vars(plan), **mesh.degrees.above_one(), "noise_scale": True})
     noise = NoiseScale(here, decay)
     reducer = distributed.reducer
     if reducer is None:
@@ -272,29 +269,3 @@ def _invalid(every: object, decay: object, samples: object) -> str:
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 1):
         return f"samples = {samples!r}, expected a number of at least 1"
     return ""
-
-
-def _refuse_plan(plan: Plan, mesh: Mesh) -> None:
-    """Raise `ConfigError` where no rank sees its own whole gradient, or a codec changes its norm."""
-    if not mesh.degrees.is_data_alone:
-        raise ConfigError(
-            f"noise_scale: this model is divided over ranks ({mesh.degrees}): a rank has a part of a gradient",
-            remedy="measure with data parallelism alone: the result is the model's and the data's",
-        )
-    if plan.zero == MOST_ZERO:
-        raise ConfigError(
-            "noise_scale: with zero = 3 gradients are divided while backward runs, and no rank has its own",
-            remedy="measure with zero = 2 or less: the result is the same",
-        )
-    if plan.sync != EVERY_STEP:
-        raise ConfigError(
-            f'noise_scale: with sync = "{plan.sync}" ranks exchange no gradients to compare',
-            remedy="measure without sync: the result is the model's and the data's",
-        )
-    codecs = [plan.codec, *plan.codec_for.values()]
-    strange = [text for text in codecs if text != AUTO and not CodecSpec.parse(text).preserves_norm]
-    if strange:
-        raise ConfigError(
-            f"noise_scale: codec {strange[0]} changes the norm of the mean gradient, which is measured",
-            remedy='measure with codec "none", "bf16", "fp16" or "int8": the result is the same',
-        )

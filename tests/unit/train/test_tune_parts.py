@@ -164,7 +164,7 @@ def test_settings_travel_to_the_ranks() -> None:
         (["--settings", "buckets"], "--settings 'buckets': expected some of bucket_bytes,"),
         (["--settings", ""], "--settings '': expected some of"),
         (["--settings", "codec"], "add --allow-lossy"),
-        (["--set", "codec=auto"], 'codec = "auto" chooses codec, buckets'),
+        (["--set", "codec=auto"], 'codec = "auto" in farandole tune: it chooses codec, buckets'),
         (["--set", "zero=1"], "zero = 1"),
         (["--set", "nothing=1"], "nothing"),
         (["--plan", "no.toml"], "no.toml"),

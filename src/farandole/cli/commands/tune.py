@@ -12,8 +12,9 @@ from pathlib import Path
 
 from ...core.env import BACKEND, SETTINGS, TUNE, TuneSettings
 from ...core.job_plan import read_plan
-from ...core.vocabulary.codec_spec import AUTO
-from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.rules import check
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ...launch.start.placing import place_job
 from ...launch.start.start import start_job
@@ -84,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
     settings = TuneSettings(
         names, options.allow_lossy, options.budget, options.trials, options.steps, not options.no_cache
     )
-    _refuse_plan(options)
+    plan = read_plan(options.plan, options.settings)
+    check({**vars(plan or Plan()), "tune": True})  # before anything is started
     request = read_request(options, starter="tune")
     environment = {**request.environment, TUNE: settings.to_text()}
     if options.backend is not None:
@@ -98,21 +100,6 @@ def main(arguments: Sequence[str]) -> int:
     outcome, directory = start_job(place_job(request), status=latest_progress)
     _print(options, outcome.exit_code, directory)
     return outcome.exit_code
-
-
-def _refuse_plan(options: argparse.Namespace) -> None:
-    """Raise for a plan of which nothing can be tuned, before anything is started."""
-    plan = read_plan(options.plan, options.settings)
-    if plan is not None and plan.codec == AUTO:
-        raise PlanError(
-            'tune: codec = "auto" chooses codec, buckets, route and connections itself, by prediction alone',
-            remedy="leave it out: farandole tune begins with the same predictions, and measures",
-        )
-    if plan is not None and plan.zero:
-        raise PlanError(
-            f"tune: zero = {plan.zero}: its shards lie as the buckets do, and only zero = 0 is tuned",
-            remedy="leave zero out",
-        )
 
 
 def _print(options: argparse.Namespace, exit_code: int, directory: Path) -> None:

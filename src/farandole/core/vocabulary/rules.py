@@ -74,7 +74,13 @@ def refuse_train_schedule(schedule: Mapping[str, str]) -> None:
 MOST_CONNECTIONS: Final = 16
 MOST_ZERO: Final = 3
 """The last stage of ZeRO (Rajbhandari et al. 2020, section 5): states, gradients and parameters are sharded."""
-FACTS: Final = {"elastic": "in an elastic job", "one_bit_adam": "with OneBitAdam"}
+FACTS: Final = {
+    "elastic": "in an elastic job", "one_bit_adam": "with OneBitAdam", "tune": "in farandole tune",
+    "noise_scale": "with noise_scale", "horovod": "with hvd.DistributedOptimizer",
+    "trainer": "with FarandoleTrainer", "accelerator": "with FarandoleAccelerator",
+    "lightning": "with FarandoleStrategy", "resume": "with resume_from_checkpoint",
+    "save_state": "with save_state and load_state of Accelerate",
+}  # fmt: skip
 """What is no key of a plan, in words: `check` is told of it where it is so."""
 DIVIDING: Final = ("pipeline", "expert", "context", "tensor")
 """Degrees of which a rank holds a part of the model, or of a sample."""
@@ -88,6 +94,15 @@ _BUCKET_KEYS: Final[Mapping[str, Any]] = {
 _PIPELINE_KEYS: Final[Mapping[str, Any]] = {
     "schedule": DEFAULT_SCHEDULE, "chunks": 0, "weight_versions": 1, "pipeline_cuts": (),
 }  # fmt: skip
+
+OF_THE_MODEL: Final[Mapping[str, Any]] = {
+    "sync_batch_norm": False, "recompute": NONE, "bf16_parameters": False, "precision": "fp32", "zero": 0,
+    "shard_within": "world", "weight_codec": NONE, "overlap_gather": False, "frozen_codec": NONE, "offload": NONE,
+    "offload_directory": "", "train_schedule": {}, **dict.fromkeys(ORDER, 1), "data": REST, "tensor_recipe": {},
+    "sequence_parallel": False, "context_kind": "auto", "expert_codec": NONE, **_PIPELINE_KEYS, "micro_batches": 0,
+    "sync": EVERY_STEP,
+}  # fmt: skip
+"""Keys that change a model or its passes, with their defaults."""
 
 Test = Callable[[Any], bool]
 Values = Mapping[str, Any]
@@ -132,6 +147,10 @@ def _needs_whole(codec: str) -> bool:
         return False  # of nearly all plans
     spec = CodecSpec.parse(codec)
     return not spec.is_exact and not spec.is_quantized
+
+
+def _changes_norm(codec: str) -> bool:
+    return codec != AUTO and not CodecSpec.parse(codec).preserves_norm
 
 
 def _is_not_for_shards(codec: str) -> bool:
@@ -180,6 +199,14 @@ _TO_ONE_RANK: Final = ", which sends every element to one rank: this codec does 
 _AFTER_WARM_UP: Final = "which after its warm-up exchanges no gradients"
 _RARELY, _WITH_SERVERS = {"sync": _other_than(EVERY_STEP)}, {"sync": _is_server}
 _UNEQUAL, _BY_SPEED = {"balance": _other_than("", EQUAL)}, {"balance": _one_of(SPEED)}
+_BY_DISTRIBUTE: Final = "farandole.distribute(model, optimizer)"
+_INSTEAD_OF_KEYS: Final[Mapping[str, str]] = {
+    "sync_batch_norm": "model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
+    "recompute": "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+    "bf16_parameters": "model.bfloat16(), before the optimizer is made",
+    "precision": "torch.autocast around the forward pass, and a torch.amp.GradScaler for float16",
+}
+"""What a script without a plan writes."""
 _SHARDED: Final = [name for name in OPTIONS if CodecSpec.parse(name).works_on_shards]
 
 # fmt: off
@@ -343,6 +370,39 @@ RULES: Final = (
           ("clip_norm", _other_than(None), f", {_AFTER_WARM_UP} to clip", "leave clip_norm out"),
           ("zero", _above(0), ", which exchanges its momentum whole", "set zero = 0"),
       )),
+    Rule({"codec": _one_of(AUTO), "tune": _is_set},
+         ": it chooses codec, buckets, route and connections itself, by prediction alone",
+         "leave codec out: farandole tune begins with the same predictions, and measures"),
+    Rule({"zero": _above(0), "tune": _is_set}, ": shards lie as the buckets do, and only zero = 0 is tuned",
+         "leave zero out"),
+    *(Rule({degree: _above(1), "noise_scale": _is_set}, ": a rank has a part of a gradient",
+           "measure with data parallelism alone: the result is the model's and the data's")
+      for degree in DIVIDING),
+    Rule({"zero": _one_of(MOST_ZERO), "noise_scale": _is_set},
+         ": gradients are divided while backward runs, and no rank has its own",
+         "measure with zero = 2 or less: the result is the same"),
+    Rule({"sync": _other_than(EVERY_STEP), "noise_scale": _is_set}, ": ranks exchange no gradients to compare",
+         "measure without sync: the result is the model's and the data's"),
+    *(Rule({key: changes, "noise_scale": _is_set}, ": it changes the norm of the mean gradient, which is measured",
+           'measure with codec "none", "bf16", "fp16" or "int8": the result is the same')
+      for key, changes in (
+          ("codec", _changes_norm), ("codec_for", lambda codecs: any(map(_changes_norm, codecs.values()))))),
+    *(Rule({key: _other_than(default), "horovod": _is_set}, ", which is given no model",
+           f"in the script: {_INSTEAD_OF_KEYS.get(key, _BY_DISTRIBUTE)}")
+      for key, default in OF_THE_MODEL.items()),
+    *(Rule({key: refused, front_end: _is_set}, ", which does not train a model that is divided so",
+           f"leave it out, or write the loop with {_BY_DISTRIBUTE}")
+      for front_end, most_zero in (("trainer", MOST_ZERO), ("accelerator", MOST_ZERO), ("lightning", 0))
+      for key, refused in (*((degree, _other_than(1)) for degree in DIVIDING), ("zero", _above(most_zero)))
+      if key != "zero" or most_zero < MOST_ZERO),
+    *(Rule({key: refused, "zero": _above(0), "resume": _is_set},
+           ": what it keeps beside the weights is not in a checkpoint of the Trainer",
+           f"leave {key} out, or train by a loop with farandole.save and farandole.load")
+      for key, refused in (("weight_codec", _other_than(NONE)), ("bf16_parameters", _is_set))),
+    Rule({"zero": _above(0), "save_state": _is_set},
+         ": the optimizer's state is sharded over ranks, and Accelerate would write that of one rank",
+         "call farandole.save and farandole.load on all ranks; save_model and get_state_dict give the whole "
+         "model, on all ranks too"),
 )
 # fmt: on
 """In the order in which they are asked: a key by itself before what it goes with."""

@@ -22,6 +22,7 @@ from ...comm.codecs.registry import can_have, choose_codec, pattern_for
 from ...core.job_plan import JobPlan
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.rules import check
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from .basics import basics
@@ -34,41 +35,6 @@ HONOURED = (
 """Keys that mean something on the tensor path, whatever their value; what is predicted is for the reader."""
 FLAT = ("auto", "flat")
 """Routes that named operations can take everywhere."""
-_OF_DISTRIBUTE = (
-    "zero", "shard_within", "weight_codec", "overlap_gather", "frozen_codec", "offload", "offload_directory",
-    "train_schedule",
-)  # fmt: skip
-OF_THE_MODEL = {
-    "recompute": "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
-    "bf16_parameters": "model.bfloat16(), before the optimizer is made",
-    "precision": "torch.autocast around the forward pass, and a torch.amp.GradScaler for float16",
-    **dict.fromkeys(
-        _OF_DISTRIBUTE,
-        "farandole.distribute(model, optimizer)",
-    ),
-    **dict.fromkeys(
-        (
-            "data",
-            "shard",
-            "tensor",
-            "pipeline",
-            "expert",
-            "context",
-            "tensor_recipe",
-            "sequence_parallel",
-            "context_kind",
-            "expert_codec",
-            "schedule",
-            "micro_batches",
-            "chunks",
-            "weight_versions",
-            "pipeline_cuts",
-            "sync",
-        ),
-        "farandole.distribute(model, optimizer)",
-    ),
-}
-"""Keys that change the model or its passes, and what a script writes instead."""
 _SMALLEST = CodecSpec.parse("int8")
 """What may have it, may have each codec that is chosen from."""
 
@@ -79,12 +45,7 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
     Raises `ConfigError` where the script and the plan differ, `PlanError` for keys that need the model.
     """
     plan = job.plan
-    if plan.sync_batch_norm:
-        raise PlanError(
-            f"{job.describe('sync_batch_norm')}, but hvd.DistributedOptimizer is given no model",
-            remedy="in the script: model = hvd.SyncBatchNorm.convert_sync_batchnorm(model)",
-        )
-    _refuse_changes_of_the_model(job)
+    check({**vars(plan), "horovod": True})
     codec = codec_of(compression)
     if plan.codec == AUTO and codec != NONE:  # see [Note: auto is no codec]
         plan = replace(plan, codec=NONE)
@@ -95,15 +56,6 @@ def apply_plan(job: JobPlan, compression: Any, passes: int) -> Plan:
             raise _differ(job, "codec", f"compression={codec}")
         plan = replace(plan, codec=str(codec), lossy=True)
     return replace(plan, accumulate=agree_on_passes(job, passes), buffers="local")
-
-
-def _refuse_changes_of_the_model(job: JobPlan) -> None:
-    for key, remedy in OF_THE_MODEL.items():
-        if getattr(job.plan, key) != getattr(Plan(), key):
-            raise PlanError(
-                f"{job.describe(key)}, but hvd.DistributedOptimizer is given no model",
-                remedy=f"in the script: {remedy}",
-            )
 
 
 def agree_on_passes(job: JobPlan, passes: int) -> int:
