@@ -145,8 +145,8 @@ def test_every_operation_inside_a_set() -> None:
         ValueError, match="Allgather: Process set provided does not exist, or has not been registered"
     ):
         hvd.allgather(torch.ones(1), process_set=unregistered)
-    with pytest.raises(ValueError, match=f"invalid root rank {other.ranks[0]} for provided process set"):  # type: ignore[index]
-        hvd.broadcast(torch.ones(1), other.ranks[0], process_set=mine)  # type: ignore[index]
+    with pytest.raises(ValueError, match=f"invalid root rank {other.ranks[0]} for provided process set"):
+        hvd.broadcast(torch.ones(1), other.ranks[0], process_set=mine)
     # Everybody again, after the sets ran different numbers of operations.
     if left.included():
         hvd.allreduce(torch.ones(1), process_set=left)

@@ -17,10 +17,11 @@ import importlib
 from typing import Any
 
 from .. import __version__
-from ..common.basics import basics
+from ..common import names
 from ..common.compression import CompressionNames
-from ..common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from ..common.reductions import Adasum, Average, Sum
+from ..common.names import *  # noqa: F403 - what every front end has
+from ..common.process_sets import ProcessSet, global_process_set
+from ..common.reductions import Average
 from . import callbacks
 from .layer.backends import backend_name
 from .layer.front_end import (
@@ -33,18 +34,6 @@ from .layer.front_end import (
     reducescatter_value,
 )
 from .sync_batch_norm import sync_batch_normalization
-
-init, shutdown, is_initialized = basics.init, basics.shutdown, basics.is_initialized
-rank, size = basics.rank, basics.size
-local_rank, local_size = basics.local_rank, basics.local_size
-cross_rank, cross_size = basics.cross_rank, basics.cross_size
-is_homogeneous = basics.is_homogeneous
-start_timeline, stop_timeline = basics.start_timeline, basics.stop_timeline
-mpi_threads_supported = basics.mpi_threads_supported
-mpi_enabled, mpi_built = basics.mpi_enabled, basics.mpi_built
-gloo_enabled, gloo_built = basics.gloo_enabled, basics.gloo_built
-nccl_built, ddl_built, ccl_built = basics.nccl_built, basics.ddl_built, basics.ccl_built
-cuda_built, rocm_built = basics.cuda_built, basics.rocm_built
 
 
 def _compression() -> type[CompressionNames]:
@@ -250,29 +239,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Sum",
-    "__version__",
-    "add_process_set",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "global_process_set",
-    "init",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "shutdown",
-    "size",
-]
+    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "__version__", "allgather",
+    "allreduce", "broadcast", "broadcast_global_variables", "callbacks", "load_model", "reducescatter",
+]  # fmt: skip
+__all__ += names.__all__

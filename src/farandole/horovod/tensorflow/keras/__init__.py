@@ -17,8 +17,10 @@ import importlib
 from typing import Any
 
 from ... import __version__
-from ...common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from ...common.reductions import Average, Sum
+from ...common import names
+from ...common.names import *  # noqa: F403 - what every front end has
+from ...common.process_sets import ProcessSet, global_process_set
+from ...common.reductions import Average
 from ...keras import (
     PartialDistributedOptimizer,
     allgather,
@@ -29,30 +31,6 @@ from ...keras import (
 )
 from ...keras.layer.front_end import load, make_optimizer
 from ..compression import Compression
-from ..mpi_ops import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
 from . import callbacks, which
 
 
@@ -139,43 +117,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
-    "Average",
-    "Compression",
-    "DistributedOptimizer",
-    "PartialDistributedOptimizer",
-    "ProcessSet",
-    "Sum",
-    "__version__",
-    "add_process_set",
-    "allgather",
-    "allreduce",
-    "broadcast",
-    "broadcast_global_variables",
-    "callbacks",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
-    "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "load_model",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
-    "reducescatter",
-    "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-]
+    "Compression", "DistributedOptimizer", "PartialDistributedOptimizer", "__version__", "allgather",
+    "allreduce", "broadcast", "broadcast_global_variables", "callbacks", "load_model", "reducescatter",
+]  # fmt: skip
+__all__ += names.__all__
