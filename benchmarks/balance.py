@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
-from farandole.core.step_model.prediction import divide_samples, longest_seconds
+from farandole.core.step_model import divide_samples, longest_seconds
 from shared import is_main, make_parser, run_on_ranks, take_turns
 
 STEPS = 80

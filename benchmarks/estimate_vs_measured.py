@@ -20,9 +20,8 @@ from torch import nn
 from farandole.bench.models import Bert, LanguageModel, resnet50
 from farandole.core.host.process_status import resident_bytes
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
-from farandole.train.memory.optimizers import make_optimizer
-from farandole.train.memory.probe import Question, probe
-from farandole.train.memory.user_pass import batch_in, forward_loss, recomputed, weight_type
+from farandole.train.analysis.probe import Question, make_optimizer, probe
+from farandole.train.analysis.user_code import batch_in, forward_loss, recomputed, weight_type
 from shared import give_back_large_blocks, make_parser, peak_bytes_from_now
 
 

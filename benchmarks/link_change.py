@@ -22,8 +22,7 @@ from typing import Any
 from farandole.bench.launch_ranks import Hosts
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.core.vocabulary.units import parse_bits_per_second, parse_seconds
-from farandole.launch.emulate import LinkChange
-from farandole.launch.namespaces import Network
+from farandole.launch.namespaces import LinkChange, Network
 from shared import read_options, run_workers, say, take_turns
 
 AUTO = "auto+lossy=true"

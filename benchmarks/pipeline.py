@@ -19,9 +19,8 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.core.schedule.actions import bubble_seconds
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.simulate import StageTimes, simulate
+from farandole.core.schedule import build_schedule
+from farandole.core.schedule_simulation import StageTimes, bubble_seconds, simulate
 from farandole.core.vocabulary.events import Event, PipelineAction
 from farandole.parallel.model import DistributedModel
 from models import Sleep, SleepForWeights, mean_square

@@ -46,7 +46,7 @@ from farandole.plan.search.result import PredictedPlan
 from farandole.plan.search.result import SearchRequest as Request
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.measure import Timing, measure_units
-from farandole.train.memory.batches import Batches
+from farandole.train.analysis.user_code import Batches
 from planner_ranks import MODELS
 from shared import FARANDOLE, read_options
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 import farandole as fd
-from farandole.sync.rows import tables
+from farandole.sync.rows import service
 from farandole.sync.rows.links import LocalShards, RowServers, ServerShards
 from farandole.sync.rows.store import key_of
 from farandole.sync.rows.table import RowMessages
@@ -78,7 +78,7 @@ def main() -> None:
         place = ServerPlace(
             number=0, host="here", address="127.0.0.1", directory=make_directory(directory), clients=[0],
             limits=Limits(0.0, 1.0, 60.0, 1 << 30),
-            services={tables.SERVICE: {"class": f"{tables.__name__}:TablesService", "config": {"ranks": [0]}}},
+            services={service.SERVICE: {"class": f"{service.__name__}:TablesService", "config": {"ranks": [0]}}},
         )  # fmt: skip
         os.sched_setaffinity(0, cores[-1:])
         place, process = start_server(place, bytes(32))

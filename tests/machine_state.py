@@ -54,7 +54,7 @@ _PLACES = "fd-tests-"
 """Short: sockets lie below, and the name of one has at most 107 letters."""
 _LEFT = (f"{_OURS}-", "slurm-", "munge-", "sshd-")
 _LEFT_BY_A_KILL = f"{_OURS}-hosts-"
-"""Two small files, which the next `farandole emulate` removes. See `launch.emulate.keeper`."""
+"""Two small files, which the next `farandole emulate` removes. See `launch.namespaces`."""
 
 
 @dataclass(frozen=True)

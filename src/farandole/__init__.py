@@ -41,6 +41,7 @@ if _typing.TYPE_CHECKING:
     from .parallel.step import drain, evaluate, step, weight
     from .sync.rows.copies import RowCopy
     from .sync.rows.table import RowTable
+    from .train.analysis.find_micro_batch import find_micro_batch
     from .train.analysis.find_plan import find_plan
     from .train.checkpoint.checkpointer import Checkpointer, load, save
     from .train.chunked_cross_entropy import chunked_cross_entropy
@@ -57,7 +58,6 @@ if _typing.TYPE_CHECKING:
         print,  # noqa: A004 - the field's name
         seed,
     )
-    from .train.memory.find_micro_batch import find_micro_batch
     from .train.noise_scale import NoiseScale, noise_scale
     from .train.preemption import preempted
     from .train.prefetch import prefetch
@@ -100,7 +100,7 @@ _HOME = {
     "context_shard": "parallel.context.apply",
     "averaged": "train.distribute",
     "distribute": "train.distribute",
-    "find_micro_batch": "train.memory.find_micro_batch",
+    "find_micro_batch": "train.analysis.find_micro_batch",
     "find_plan": "train.analysis.find_plan",
     "freeze": "parallel.frozen_model",
     "gather": "train.gather",

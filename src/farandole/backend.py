@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as _dist
 
-from .core.launchers.rank_variables import read_rank_variables
+from .core.rank_variables import read_rank_variables
 from .core.vocabulary.text import write_notice
 
 

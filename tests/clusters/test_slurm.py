@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.launchers.slurm import expand_node_list
+from farandole.core.slurm import expand_node_list
 
 from .scripts import HOROVOD_PLACE, PLACE, TOLD, UNTIL_WARNED, printed, write
 from .slurm_cluster import Cluster, slurm_cluster, why_impossible

@@ -205,7 +205,7 @@ def test_bad_usage_is_one_line(tmp_path: Path, words: list[str], problem: str) -
 @pytest.mark.full("further")
 def test_the_probe_imports_no_torch() -> None:
     code = (
-        "import sys, farandole.launch.doctor.probe.probe, farandole.cli.commands.doctor, "
+        "import sys, farandole.launch.doctor.probe, farandole.cli.commands.doctor, "
         "farandole.cli.commands.cluster_test"
     )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)

@@ -26,7 +26,7 @@ from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.env import VERBOSE, changed_environment
-from farandole.core.step_model.link import LinkModel
+from farandole.core.link import LinkModel
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, own, train_alone

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.prediction import divide_samples, longest_seconds
+from farandole.core.step_model import divide_samples, longest_seconds
 from farandole.core.vocabulary.errors import PlanError
 from farandole.train import balance as balancer
 from farandole.train.balance import Division

@@ -11,7 +11,7 @@ from farandole.comm.autotune.autotuner import Autotuner
 from farandole.comm.autotune.on_device import DeviceMeasures
 from farandole.comm.engine.coded_bucket import DeviceCodedBucket
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.link import LinkModel
+from farandole.core.link import LinkModel
 from farandole.parallel.exchange_state import residual_layout
 from farandole.parallel.model import DistributedModel
 from tests.ranks.pool import ranks

@@ -17,8 +17,7 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.engine import row_gather
-from farandole.comm.engine.late_rows import LateParameter
-from farandole.comm.engine.row_gather import RowGather
+from farandole.comm.engine.row_gather import LateParameter, RowGather
 from farandole.parallel.zero.sharded_step import KNOWN
 from tests.ranks.pool import ranks, takes
 from tests.ranks.reference import assert_same_bits

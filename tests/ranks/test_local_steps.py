@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.prediction import LocalPrediction
+from farandole.core.step_model import LocalPrediction
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.model import DistributedModel
 from farandole.sync.local_steps import LocalSteps
 from farandole.sync.measured import TIMED_STEPS, MeasuredSync
-from farandole.train.tune.switching import why_not
+from farandole.train.tune.outcome import why_not
 from tests.ranks import sync_loop
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp

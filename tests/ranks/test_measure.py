@@ -19,7 +19,7 @@ from farandole.comm.autotune import probe
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.cluster import OPERATIONS, Cluster, figures_of
 from farandole.core.cluster_file import read_cluster
-from farandole.core.step_model.prediction import CANDIDATES
+from farandole.core.step_model import CANDIDATES
 from tests.ranks.pool import ranks, takes
 from tests.ranks.test_device_engine import simulated
 from tests.warm import run

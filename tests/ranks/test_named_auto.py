@@ -27,7 +27,7 @@ from farandole.comm.named_ops.operations import Request, Ticket
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
-from farandole.core.step_model.link import LinkModel
+from farandole.core.link import LinkModel
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_plan import launch

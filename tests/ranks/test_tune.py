@@ -18,15 +18,15 @@ from torch.utils.data import DataLoader, Dataset
 import farandole as fd
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.world.store_sync import all_gather_json, decide_on_first
+from farandole.core.bucket_plan import ExchangeKeys
 from farandole.core.env import TUNE, TuneSettings, changed_environment
-from farandole.core.step_model.bucket_plan import ExchangeKeys
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import TUNED_PLAN
 from farandole.parallel.model import DistributedModel
 from farandole.train.data.worker_cores import TunedLoaders, WorkerTrials
 from farandole.train.tune import online
 from farandole.train.tune.online import OnlineTuner
-from farandole.train.tune.switching import ExchangeSwitch
+from farandole.train.tune.outcome import ExchangeSwitch
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, own
 

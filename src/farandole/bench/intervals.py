@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..core.step_model.link import communication_seconds, ring_sent_bytes
-from ..core.step_model.prediction import Interval, median_interval, nested_interval, nested_ratio, paired_ratio
+from ..core.link import communication_seconds, ring_sent_bytes
+from ..core.step_model import Interval, median_interval, nested_interval, nested_ratio, paired_ratio
 
 __all__ = ["Interval", "median_interval", "nested_interval", "nested_ratio", "paired_ratio"]
 

@@ -28,7 +28,7 @@ from ..core.vocabulary.units import format_bits_per_second
 from ..launch.supervise.process import stopping_with_us
 
 if TYPE_CHECKING:
-    from ..launch.emulate import LinkChange
+    from ..launch.namespaces import LinkChange
 
 Say = Callable[[str], None]
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -186,8 +186,7 @@ def ending_in_order() -> Iterator[None]:
 
 
 def _run_emulated(hosts: Hosts, command: Sequence[str], changes: Sequence[LinkChange], say: Say) -> int:
-    from ..launch.emulate import run_session
-    from ..launch.namespaces import Network, become_root_here
+    from ..launch.namespaces import Network, become_root_here, run_session
 
     if os.geteuid() != 0:
         become_root_here()

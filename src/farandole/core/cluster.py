@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from .step_model.link import ring_bytes
+from .link import ring_bytes
 from .vocabulary.errors import ConfigError
 from .vocabulary.text import did_you_mean
 

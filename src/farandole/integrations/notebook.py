@@ -24,7 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..core.launchers.rank_variables import read_rank_variables
+from ..core.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, LaunchError
 from ..core.vocabulary.text import install_command
 from ..launch.function_job import JobEnd, read_results, run_job, write_function

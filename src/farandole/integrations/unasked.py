@@ -39,7 +39,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..comm.device.accelerator import same_device
 from ..comm.world.world import World, has_world, world
 from ..core.env import read_elastic_settings, read_run_settings, recording_is_wanted
-from ..core.launchers.rank_variables import read_rank_variables
+from ..core.rank_variables import read_rank_variables
 from ..core.vocabulary.events import LIGHTNING, SETUP_LOOP, TRAINER, Setup
 from ..core.vocabulary.text import write_notice
 from ..parallel.instrument.phase_hooks import reduce_to_nothing, time_optimizer, watch_model, watch_optimizer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ..core.env import inherited_environment
-from ..core.launchers.rank_variables import read_rank_variables
+from ..core.rank_variables import read_rank_variables
 from ..core.vocabulary.run_files import FAILURE, write_private
 from .supervise.process import stopping_with_us
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from ..core.cluster import Cluster
-from ..core.step_model.prediction import MeasuredStep
+from ..core.step_model import MeasuredStep
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.units import format_rate, format_seconds

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ..core.step_model.bucket_plan import disk_state_bytes, gather_bytes, sum_regions
+from ..core.bucket_plan import disk_state_bytes, gather_bytes, sum_regions
 from ..core.vocabulary.spec import USUAL_BUCKET_BYTES
 
 STAGES = ("0", "1", "2", "3", "hybrid")

@@ -37,7 +37,7 @@ from ..comm.messages import bytes_of
 from ..comm.routes import Route, connect_route
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
-from ..core.step_model.link import ring_factor
+from ..core.link import ring_factor
 from ..core.vocabulary.codec_spec import CodecSpec
 from ..core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ..core.vocabulary.events import SETUP_APART, SETUP_MEETINGS, SETUP_SYNC, Exchange, Setup, SetupValue

@@ -35,7 +35,7 @@ from ..comm.world.comm_errors import translated
 from ..comm.world.session import NEVER
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
-from ..core.step_model.prediction import divide_samples, longest_seconds
+from ..core.step_model import divide_samples, longest_seconds
 from ..core.vocabulary.degrees import SPEED
 from ..core.vocabulary.events import (
     CHECKPOINT,

@@ -31,7 +31,7 @@ from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import escape, has_world, world
 from ..core.env import ElasticSettings, read_elastic_settings
 from ..core.framing import FrameError
-from ..core.launchers.rank_variables import adopt_rank_variables
+from ..core.rank_variables import adopt_rank_variables
 from ..core.vocabulary.errors import CommError, ConfigError, LaunchError, Mismatch
 from ..launch.elastic.control import (
     NO_STATE,

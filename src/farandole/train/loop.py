@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ..comm.world.comm_errors import refuse_if_ended, translate_error, translated
 from ..comm.world.store_sync import all_gather_json, require_same
 from ..comm.world.world import World, has_world, world
-from ..core.launchers.rank_variables import read_rank_variables
+from ..core.rank_variables import read_rank_variables
 from ..core.vocabulary.errors import ConfigError, PeerLost, Stalled
 from ..core.vocabulary.events import Logged, Phase
 from ..parallel.model import DistributedModel

@@ -42,7 +42,7 @@ from ..core.host.process_status import (
 )
 from ..core.host.stacks import StackWriter, end_with_code_of, hook_before, report_uncaught_errors
 from ..core.job_plan import resolve_plan
-from ..core.launchers.rank_variables import read_rank_variables
+from ..core.rank_variables import read_rank_variables
 from ..core.vocabulary.degrees import degrees_of
 from ..core.vocabulary.errors import ConfigError, FarandoleError, PeerLost, Stalled
 from ..core.vocabulary.events import Started

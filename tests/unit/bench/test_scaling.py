@@ -14,23 +14,24 @@ from typing import Any
 
 import pytest
 
-from farandole.bench import launch_ranks
+from farandole.bench import launch_ranks, scaling
 from farandole.bench.intervals import nested_interval, nested_ratio
 from farandole.bench.machine import busy_note, has_16_bits, machine_facts, machine_line
-from farandole.bench.scaling import scaling
-from farandole.bench.scaling.scaling import (
+from farandole.bench.scaling import (
     MeasuredRun,
     ScalingCase,
+    chart,
     compare,
     drifts,
+    format_scaling,
     make_cases,
     read_changes,
     read_measured,
     read_sizes,
     settle,
     to_words,
+    write_html,
 )
-from farandole.bench.scaling.table import chart, format_scaling, write_html
 from farandole.core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from tests.unit.cli.test_cli import call
 from tests.unit.observe.phased_run import STEP, make_phased_run

@@ -129,7 +129,7 @@ def test_the_plan_reaches_the_runs_of_scaling(monkeypatch: pytest.MonkeyPatch, t
         started.append(list(words))
         return 1
 
-    monkeypatch.setattr("farandole.bench.scaling.scaling.run_here", fail)
+    monkeypatch.setattr("farandole.bench.scaling.run_here", fail)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     Path("plan.toml").write_text("accumulate = 2\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from farandole.launch.emulate import EmulatedRun
+from farandole.launch.namespaces import EmulatedRun
 from tests.unit.cli.test_cli import call
 
 FARANDOLE = [sys.executable, "-m", "farandole"]
@@ -34,7 +34,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         return EmulatedRun(0, 0.0, [])
 
     monkeypatch.setattr("farandole.launch.namespaces.Network", NoNetwork)
-    monkeypatch.setattr("farandole.launch.emulate.run_session", session)
+    monkeypatch.setattr("farandole.launch.namespaces.run_session", session)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     return commands
 

@@ -12,7 +12,7 @@ import pytest
 from farandole.cli.main import run
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.text import DividedModel
+from farandole.plan.answer import DividedModel
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.held import memory_of_candidate
 from farandole.plan.memory import STAGES, Setting, memory_of

@@ -13,8 +13,8 @@ from farandole.comm.named_ops import auto_codecs
 from farandole.comm.named_ops.auto_codecs import EXACT_ROUNDS, AutoCodecs, GivenBucket, MeasuredChoice
 from farandole.comm.named_ops.operations import Operation
 from farandole.comm.transport.transport import Transport
-from farandole.core.step_model.bucket_plan import BucketPlan
-from farandole.core.step_model.link import LinkModel
+from farandole.core.bucket_plan import BucketPlan
+from farandole.core.link import LinkModel
 
 LARGE, SMALL = (300, 300), (90_000,)
 MEASURED: list[Sequence[GivenBucket]] = []

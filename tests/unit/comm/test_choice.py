@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from farandole.comm.autotune.autotuner import choose
-from farandole.core.step_model.bucket_plan import BucketPlan
-from farandole.core.step_model.link import LinkModel, sum_seconds
-from farandole.core.step_model.prediction import (
+from farandole.core.bucket_plan import BucketPlan
+from farandole.core.link import LinkModel, sum_seconds
+from farandole.core.step_model import (
     CANDIDATES,
     CodecSpeed,
     Gradient,

@@ -29,7 +29,7 @@ from farandole.comm.messages import (
     reduce_scatter_all_gather,
     simulate,
 )
-from farandole.core.step_model.link import doubling_rounds
+from farandole.core.link import doubling_rounds
 from farandole.core.vocabulary.codec_spec import OPTIONS, CodecSpec, low_rank_pays
 from farandole.core.vocabulary.errors import PlanError
 

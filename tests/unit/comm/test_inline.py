@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.comm.named_ops.inline import SMALL_BYTES, is_small
+from farandole.comm.named_ops.group_thread import SMALL_BYTES, is_small
 from farandole.comm.named_ops.operations import Signature
 
 

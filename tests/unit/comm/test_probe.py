@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from farandole.comm.autotune.probe import probe_seconds
-from farandole.core.step_model.link import LinkModel
+from farandole.core.link import LinkModel
 
 
 @pytest.mark.parametrize("bits_per_second", [1e7, 1e8, 1e9, 1e10])

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from farandole.comm.world import rendezvous, store_sync
 from farandole.comm.world.connect import connect, handshake
 from farandole.comm.world.forks import refuse_spawned_worker, tell_children
-from farandole.core.launchers.rank_variables import how_to_start_all, read_rank_variables
+from farandole.core.rank_variables import how_to_start_all, read_rank_variables
 from farandole.core.vocabulary.errors import ConfigError, Stalled
 from tests.unit.comm.test_backend_meeting import world
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.schedule.actions import Action
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.simulate import BatchesInARow, StageTimes, in_flight, simulate
+from farandole.core.schedule import build_schedule
+from farandole.core.schedule_simulation import Action, BatchesInARow, StageTimes, in_flight, simulate
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate

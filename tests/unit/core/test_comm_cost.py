@@ -10,7 +10,7 @@ import pytest
 
 import farandole
 from farandole.bench.intervals import least_bytes
-from farandole.core.step_model.link import (
+from farandole.core.link import (
     LinkModel,
     communication_seconds,
     fit_link,
@@ -67,7 +67,7 @@ def test_the_rings_factor_is_written_once() -> None:
         for path in root.rglob("*.py")
         if any(_FACTOR.search(line) for line in path.read_text().splitlines())
     }
-    assert found == {"core/step_model/link.py"}
+    assert found == {"core/link.py"}
 
 
 def test_of_exchanges_that_take_as_long_whatever_they_send_all_is_latency() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from farandole.core.host import interfaces
 from farandole.core.host.interfaces import Address, interface_of_node
-from farandole.core.launchers.launcher_env import NodeInfo
+from farandole.core.launcher_env import NodeInfo
 from farandole.launch.job.contract import JobSpec, rank_environment
 from farandole.launch.job.placement import node_interface, node_places
 from farandole.launch.start.placing import read_node_info

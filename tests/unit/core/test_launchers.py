@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import pytest
 
 from farandole.core.env import read_run_settings
-from farandole.core.launchers.launcher_env import NodeInfo
-from farandole.core.launchers.rank_variables import read_rank_variables
-from farandole.core.launchers.slurm import slurm_port
+from farandole.core.launcher_env import NodeInfo
+from farandole.core.rank_variables import read_rank_variables
+from farandole.core.slurm import slurm_port
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.launch.start.placing import read_node_info
 

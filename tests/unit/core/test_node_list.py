@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.core.launchers.slurm import expand_node_list
+from farandole.core.slurm import expand_node_list
 from farandole.core.vocabulary.errors import ConfigError
 
 

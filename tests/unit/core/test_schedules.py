@@ -11,9 +11,17 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run
-from farandole.core.schedule.actions import Action, Schedule, bubble_seconds
-from farandole.core.schedule.build import LayerCost, build_schedule, partition
-from farandole.core.schedule.simulate import StageTimes, draw_grid, in_flight, simulate, validate
+from farandole.core.schedule import LayerCost, build_schedule, partition
+from farandole.core.schedule_simulation import (
+    Action,
+    Schedule,
+    StageTimes,
+    bubble_seconds,
+    draw_grid,
+    in_flight,
+    simulate,
+    validate,
+)
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from farandole.comm.autotune.probe import measure_codecs
-from farandole.core.step_model.bucket_plan import BucketPlan, plan_buckets
-from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.prediction import (
+from farandole.core.bucket_plan import BucketPlan, plan_buckets
+from farandole.core.link import LinkModel
+from farandole.core.step_model import (
     BucketLoad,
     CodecSpeed,
     Gradient,

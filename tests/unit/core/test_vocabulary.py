@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.core import env
-from farandole.core.launchers.rank_variables import read_rank_variables
+from farandole.core.rank_variables import read_rank_variables
 from farandole.core.vocabulary import units
 from farandole.core.vocabulary.config import parse_settings
 from farandole.core.vocabulary.errors import CommError, ConfigError, FarandoleError, Mismatch, PlanError

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.core.launchers.rank_variables import RANK_LAUNCHERS
+from farandole.core.rank_variables import RANK_LAUNCHERS
 from farandole.horovod.common import basics, process_sets
 from farandole.horovod.torch import mpi_ops
 

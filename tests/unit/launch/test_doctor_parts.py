@@ -15,14 +15,19 @@ import psutil
 import pytest
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.doctor import facts, this_host
+from farandole.launch.doctor import facts, link_probe, this_host
 from farandole.launch.doctor.checks import judge
+from farandole.launch.doctor.examine import (
+    HostChannel,
+    ProbeLost,
+    Target,
+    examine,
+    find_targets,
+    pair_rounds,
+)
 from farandole.launch.doctor.facts import Gpu
-from farandole.launch.doctor.probe import link_probe
-from farandole.launch.doctor.probe.channel import HostChannel, ProbeLost, Target, find_targets
-from farandole.launch.doctor.probe.examine import examine, pair_rounds
-from farandole.launch.doctor.probe.link_probe import Listener, call, rate_of
-from farandole.launch.doctor.probe.probe import Answers
+from farandole.launch.doctor.link_probe import Listener, call, rate_of
+from farandole.launch.doctor.probe import Answers
 from farandole.launch.job.hosts import HostFinder, HostSlots
 from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
 from farandole.version import VERSION
@@ -225,7 +230,7 @@ def test_a_host_that_misbehaves_is_unreachable_and_says_why(code: str, cause: st
 
 
 SENDS = """
-from farandole.launch.doctor.probe import probe
+from farandole.launch.doctor import probe
 real = probe.Answers._answer
 changed = {%s}
 probe.Answers._answer = lambda self, asked: {**real(self, asked), **(changed if asked["type"] == "facts" else {})}
@@ -244,7 +249,7 @@ def test_what_a_host_says_is_no_part_of_a_shells_line_nor_a_terminals(text: str)
 
 
 def test_a_host_of_another_version_is_asked_no_more() -> None:
-    good = "from farandole.launch.doctor.probe.probe import main; main()"
+    good = "from farandole.launch.doctor.probe import main; main()"
     older = "'farandole': '0.0.1', 'executable': '/opt/my venv/bin/python', 'facts': 3"
     facts = examine([target(SENDS % older, "a"), target(good, "b")])
     assert [each.farandole for each in facts.hosts] == [VERSION]
@@ -281,7 +286,7 @@ def test_a_host_that_never_answers_is_given_up() -> None:
 
 def test_a_probe_leaves_by_itself_when_its_pipe_ends(tmp_path: Path) -> None:
     left = tmp_path / "left"
-    line = f"{sys.executable} -m farandole.launch.doctor.probe.probe; echo $? > {left}"
+    line = f"{sys.executable} -m farandole.launch.doctor.probe; echo $? > {left}"
     channel = HostChannel(Target("here", "", ["/bin/sh", "-c", line]))
     assert ask(channel, "clock", 20.0)["type"] == "answer"
     channel.close()
@@ -291,7 +296,7 @@ def test_a_probe_leaves_by_itself_when_its_pipe_ends(tmp_path: Path) -> None:
 def test_a_shell_that_writes_much_to_stderr_is_read_at_once() -> None:
     code = (
         "import sys; sys.stderr.write('x' * 400_000); sys.stderr.flush(); "
-        "from farandole.launch.doctor.probe.probe import main; main()"
+        "from farandole.launch.doctor.probe import main; main()"
     )
     channel = HostChannel(target(code))
     begin = time.monotonic()
@@ -301,16 +306,14 @@ def test_a_shell_that_writes_much_to_stderr_is_read_at_once() -> None:
 
 
 def test_what_a_shell_prints_first_is_no_answer() -> None:
-    code = (
-        "print('welcome to this host', flush=True); from farandole.launch.doctor.probe.probe import main; main()"
-    )
+    code = "print('welcome to this host', flush=True); from farandole.launch.doctor.probe import main; main()"
     facts = examine([target(code)])
     assert [host.python for host in facts.hosts] == [".".join(map(str, sys.version_info[:3]))]
     assert facts.unreachable == ()
 
 
 def test_a_host_that_is_lost_does_not_stop_the_others() -> None:
-    good = "from farandole.launch.doctor.probe.probe import main; main()"
+    good = "from farandole.launch.doctor.probe import main; main()"
     facts = examine([target(good, "a"), target("", "b")])
     assert [host.name for host in facts.hosts] == ["a"]
     assert [lost.name for lost in facts.unreachable] == ["b"]

@@ -18,10 +18,10 @@ from farandole.launch.elastic.workers import WorkerHost
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.hosts import Host, HostFinder, HostSlots
 from farandole.launch.ssh.elastic_host import SshHostPool
+from farandole.launch.ssh.job import RemoteJobSpec
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
 from farandole.launch.ssh.link.protocol import own_versions
 from farandole.launch.ssh.link.remote_shell import HostSetup
-from farandole.launch.ssh.remote_job import RemoteJobSpec
 from farandole.launch.start.elastic import LocalHostPool
 from farandole.launch.supervise.failure import Exit
 

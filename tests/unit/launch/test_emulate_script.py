@@ -16,9 +16,15 @@ import pytest
 from farandole.core import env
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch import namespaces as network
-from farandole.launch.emulate import LinkChange, parse_script
 from farandole.launch.job.hosts import HostNamespaces, entering, read_namespaces, write_hosts
-from farandole.launch.namespaces import NamespaceHolder, Network, check_shape, describe_rate
+from farandole.launch.namespaces import (
+    LinkChange,
+    NamespaceHolder,
+    Network,
+    check_shape,
+    describe_rate,
+    parse_script,
+)
 
 HOSTS = [HostNamespaces("host0", "10.0.0.1", 2, "eth0", 11), HostNamespaces("host1", "10.0.0.2", 1, "eth0", 12)]
 

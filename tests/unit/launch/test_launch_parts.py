@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from farandole.core.env import read_run_settings
-from farandole.core.launchers.rank_variables import read_rank_variables
+from farandole.core.rank_variables import read_rank_variables
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import Crash
 from farandole.launch import output as rank_output

@@ -18,8 +18,7 @@ import pytest
 from farandole.launch.job.contract import JobSpec, RankSpec
 from farandole.launch.output import Output
 from farandole.launch.supervise.local import Supervisor
-from farandole.launch.supervise.process import RankProcess
-from farandole.launch.supervise.reaper import Reaper, end_group, has_ended
+from farandole.launch.supervise.process import RankProcess, Reaper, end_group, has_ended
 from farandole.launch.supervise.stopped_process import state_of
 
 

@@ -16,7 +16,8 @@ from farandole.core.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.core.host.interfaces import Address, choose, own_addresses, towards
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.ssh.agent.files import FileTaker, file_frames
+from farandole.launch.ssh.agent_base import FileTaker, file_frames
+from farandole.launch.ssh.job import RemoteJobSpec
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.link.host_failure import explain, explain_loss
 from farandole.launch.ssh.link.host_link import HostLink
@@ -28,7 +29,6 @@ from farandole.launch.ssh.link.remote_shell import (
     check_name,
     ssh_command,
 )
-from farandole.launch.ssh.remote_job import RemoteJobSpec
 from farandole.launch.start.placing import forwarded_variables
 from tests.hostile import hostile_texts
 
@@ -349,7 +349,7 @@ def test_own_addresses() -> None:
 
 
 def test_an_agent_starts_without_torch() -> None:
-    code = "import sys, farandole.launch.ssh.agent.agent; print([n for n in sys.argv[1:] if n in sys.modules])"
+    code = "import sys, farandole.launch.ssh.agent; print([n for n in sys.argv[1:] if n in sys.modules])"
     words = [sys.executable, "-c", code, "torch", "numpy", "rich", "importlib.metadata"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from farandole.core.step_model.prediction import divide_samples, longest_seconds
+from farandole.core.step_model import divide_samples, longest_seconds
 from farandole.observe.diagnose import KINDS, Diagnosis, diagnose, to_text
 from farandole.observe.diagnose.finding import Fix
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run

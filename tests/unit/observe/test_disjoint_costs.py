@@ -12,7 +12,7 @@ from farandole.cli.main import run
 from farandole.comm.autotune.probe import measure_codecs
 from farandole.core.vocabulary.events import SETUP_CODABLE, SETUP_FRONT_END
 from farandole.observe.diagnose import Diagnosis, Finding, Fix, Gain, compare, diagnose, to_text
-from farandole.observe.diagnose.codec_fixes import PREDICTED
+from farandole.observe.diagnose.loader_fixes import PREDICTED
 from farandole.observe.diagnose.step_table import make_disjoint
 from tests.unit.observe.synthetic import Machine, every, healthy, only, write_run
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farandole.cli.main import run as command
-from farandole.core.step_model.prediction import MeasuredStep
+from farandole.core.step_model import MeasuredStep
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.observe.diagnose import measured_step
 from farandole.observe.figures.summary import summarise

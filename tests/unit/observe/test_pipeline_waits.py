@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.simulate import StageTimes, simulate
+from farandole.core.schedule import build_schedule
+from farandole.core.schedule_simulation import StageTimes, simulate
 from farandole.core.vocabulary.events import (
     OPTIMIZER,
     PIPELINE_WAIT,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.step_model.link import LinkModel, fit_link
-from farandole.core.step_model.prediction import BucketLoad
+from farandole.core.link import LinkModel, fit_link
+from farandole.core.step_model import BucketLoad
 from farandole.core.vocabulary.events import LinkTraffic
 from farandole.observe.diagnose import Diagnosis, diagnose, network, to_text
 from farandole.observe.figures.step_parts import WireTime

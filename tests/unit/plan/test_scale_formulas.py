@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.step_model.link import largest_normal
+from farandole.core.link import largest_normal
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.scaling import FailureModel, best_interval, goodput, parse_every
 

@@ -14,7 +14,7 @@ from farandole.core.cluster import Coefficient
 from farandole.core.cluster_file import write_cluster
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.files import write_inputs
+from farandole.plan.answer import write_inputs
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.profile_file import write_profile

@@ -15,10 +15,10 @@ from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
 from farandole.plan.memory import MemoryByCategory
 from farandole.plan.profile import ModelProfile
+from farandole.train.analysis import user_code
 from farandole.train.analysis.analyse import analyse
-from farandole.train.memory import user_pass
-from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass
-from farandole.train.memory.user_pass import recomputed
+from farandole.train.analysis.fake_pass import fake_mode, make_fake, run_pass
+from farandole.train.analysis.user_code import recomputed
 from tests.unit.train.analysed_models import Language, next_word, words
 
 BLOCKS = 10
@@ -76,7 +76,7 @@ def test_a_plan_holds_the_same_whatever_the_example_batch_was(precision: str) ->
 def test_it_is_what_a_pass_needs(precision: str, computed_again: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass over a batch sixteen times as large, with some of its blocks computed again."""
     found = held(profile_of(2), 32, precision=precision, recompute=names_of(computed_again) or "none")[0]
-    monkeypatch.setattr(user_pass, "repeated_blocks", lambda model: repeated_blocks(model)[:computed_again])
+    monkeypatch.setattr(user_code, "repeated_blocks", lambda model: repeated_blocks(model)[:computed_again])
     with fake_mode():
         model = Language(tied=False)
         make_fake(model, "cpu", None)

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from farandole.core.step_model.prediction import divide_samples, longest_seconds
+from farandole.core.step_model import divide_samples, longest_seconds
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.events import EVALUATION, DataWait, Event, Exchange, Phase, StepDone
 from farandole.core.vocabulary.spec import Plan

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from farandole.bench.models import LanguageModel, SmallCNN, resnet50
-from farandole.plan.answer.text import DividedModel
+from farandole.plan.answer import DividedModel
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, STAGES, Setting, memory_of
 from farandole.train.analysis.analyse import analyse
-from farandole.train.memory.probe import Question, probe
+from farandole.train.analysis.probe import Question, probe
 
 from .analysed_models import Language, Patches, mlp, next_word, words
 

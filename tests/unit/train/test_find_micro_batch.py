@@ -15,10 +15,10 @@ from torch import nn
 
 import farandole as fd
 from farandole.cli.main import run
-from farandole.train.memory import find_micro_batch
-from farandole.train.memory.batches import zeros_of
-from farandole.train.memory.find_micro_batch import largest_that_fits, micro_batches, run_in_child
-from farandole.train.memory.trial import TrialRequest, TrialResult
+from farandole.train.analysis import find_micro_batch
+from farandole.train.analysis.find_micro_batch import largest_that_fits, micro_batches, run_in_child
+from farandole.train.analysis.trial import TrialRequest, TrialResult
+from farandole.train.analysis.user_code import zeros_of
 
 HERE = "tests.unit.train.test_find_micro_batch"
 PATH = (str(Path(__file__).parents[3]), *sys.path)

@@ -11,9 +11,8 @@ from torch import nn
 from torch.nn import functional
 
 from farandole.comm.device.accelerator import gpu_count
-from farandole.train.memory import gpu_operations
-from farandole.train.memory.fake_pass import LiveStorages, fake_mode, make_fake, run_pass
-from farandole.train.memory.gpu_operations import IN_FP32, operations_of
+from farandole.train.analysis import fake_pass
+from farandole.train.analysis.fake_pass import IN_FP32, LiveStorages, fake_mode, make_fake, operations_of, run_pass
 
 SAMPLES, HEADS, TOKENS, SIZE = 2, 4, 32, 16
 WIDTH = HEADS * SIZE
@@ -169,7 +168,7 @@ def test_other_threads_and_what_comes_after_train_as_before() -> None:
 @pytest.mark.skipif(not gpu_count(), reason="compares with a GPU")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_gpu_keeps_as_much(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_operations, "gpu_count", lambda: 0)
+    monkeypatch.setattr(fake_pass, "gpu_count", lambda: 0)
 
     class Block(nn.Module):
         def __init__(self) -> None:

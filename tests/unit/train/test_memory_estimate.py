@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from farandole.bench.models import Bottleneck, LanguageModel
 from farandole.parallel.blocks import repeated_blocks
 from farandole.plan.memory import PRECISIONS, RECOMPUTE, Setting, memory_of
-from farandole.train.memory.optimizers import OPTIMIZERS, optimizer_facts
-from farandole.train.memory.probe import Question, probe
+from farandole.train.analysis.probe import OPTIMIZERS, Question, optimizer_facts, probe
 
 ALLOWED = 0.02
 

@@ -14,11 +14,11 @@ from torch.nn import functional
 from farandole.plan.memory import PRECISIONS, RECOMPUTE
 from farandole.plan.profile import ModelProfile
 from farandole.train.analysis.analyse import analyse
-from farandole.train.analysis.marks import find_marks
+from farandole.train.analysis.fake_pass import fake_mode
+from farandole.train.analysis.probe import Question, probe
 from farandole.train.analysis.record import record
-from farandole.train.memory.batches import resized
-from farandole.train.memory.fake_pass import fake_mode
-from farandole.train.memory.probe import Question, probe
+from farandole.train.analysis.spans import find_marks
+from farandole.train.analysis.user_code import resized
 
 TOKENS, WIDTH, INNER, HEADS, EXPERTS, CHOSEN = 32, 64, 128, 4, 4, 2
 ENDS = torch.tensor([3, 5, 6, 8], dtype=torch.int32)

@@ -20,13 +20,12 @@ from farandole.core.vocabulary.errors import ConfigError
 from farandole.plan.profile import ModelProfile
 from farandole.plan.profile_file import profile_to_mapping, read_profile, write_profile
 from farandole.train.analysis.analyse import analyse
-from farandole.train.analysis.marks import find_marks, may_divide_tokens
+from farandole.train.analysis.fake_pass import fake_mode, make_fake, run_pass
 from farandole.train.analysis.measure import Timing, fit, measure_units
 from farandole.train.analysis.record import record
-from farandole.train.memory.alike import activations_of, longest_run
-from farandole.train.memory.batches import Batches
-from farandole.train.memory.fake_pass import fake_mode, make_fake, run_pass
-from farandole.train.memory.user_pass import inputs_and_targets, recomputed
+from farandole.train.analysis.repeated_blocks import activations_of, longest_run
+from farandole.train.analysis.spans import find_marks, may_divide_tokens
+from farandole.train.analysis.user_code import Batches, inputs_and_targets, recomputed
 
 from .analysed_models import (
     HEADS,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from farandole.core.step_model.bucket_plan import ExchangeKeys
+from farandole.core.bucket_plan import ExchangeKeys
 from farandole.train.tune.decision import (
     ADOPTED,
     FAILED,

@@ -12,10 +12,10 @@ import pytest
 
 from farandole.cli.commands import tune
 from farandole.comm.autotune.profile import Look
+from farandole.core.bucket_plan import ExchangeKeys
 from farandole.core.env import SETTINGS, TUNE, TuneSettings, changed_environment, read_tune_settings
-from farandole.core.step_model.bucket_plan import ExchangeKeys
-from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.prediction import CodecSpeed, Gradient, StepProfile
+from farandole.core.link import LinkModel
+from farandole.core.step_model import CodecSpeed, Gradient, StepProfile
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.observe.figures.summary import read_tuning, trial_rows, tuning_page, verdict_of

@@ -17,7 +17,7 @@ from ...comm.device.streams import streams_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster import CodecCost, Coefficient, ComputeRate, Device
-from ...core.step_model.prediction import CANDIDATES, CodecSpeed, slowest_speed
+from ...core.step_model import CANDIDATES, CodecSpeed, slowest_speed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES
 from ...launch.doctor.facts import read_memory

@@ -21,7 +21,7 @@ from ...comm.device.accelerator import synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster import Coefficient, CollectiveCost
-from ...core.step_model.link import LinkModel, fit_link
+from ...core.link import LinkModel, fit_link
 from ..intervals import median_interval
 
 # The time of a measurement, divided among phases as they begin. No torch.

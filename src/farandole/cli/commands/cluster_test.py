@@ -12,7 +12,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_seconds
 from ...launch.doctor.checks import weakest_link
-from ...launch.doctor.probe.examine import examine
+from ...launch.doctor.examine import examine
 from ...launch.job.hosts import HostFinder
 from ..main import parser
 from ..options.host_options import add_cluster_options, read_cluster, read_targets, with_slots

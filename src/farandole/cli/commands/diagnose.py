@@ -83,7 +83,7 @@ def _batch_size(run: Path, options: argparse.Namespace) -> int:
 
 def _measured(size: int) -> dict[str, float]:
     from ...comm.autotune.probe import measure_codecs
-    from ...observe.diagnose.codec_fixes import PREDICTED
+    from ...observe.diagnose.loader_fixes import PREDICTED
 
     return {name: speed.seconds_per_byte for name, speed in measure_codecs(PREDICTED, size).items()}
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...launch.doctor.checks import judge
+from ...launch.doctor.examine import examine
 from ...launch.doctor.page import to_mapping, to_text
-from ...launch.doctor.probe.examine import examine
 from ..main import parser
 from ..options.host_options import add_cluster_options, read_cluster, read_targets
 

@@ -77,8 +77,16 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
-    from ...launch.emulate import parse_script, run_session
-    from ...launch.namespaces import Network, become_root_here, check_shape, choose, describe_rate, has_delay
+    from ...launch.namespaces import (
+        Network,
+        become_root_here,
+        check_shape,
+        choose,
+        describe_rate,
+        has_delay,
+        parse_script,
+        run_session,
+    )
 
     options = make_parser().parse_args(arguments)
     between = _parse_pairs(options.rate_between)

@@ -168,7 +168,7 @@ def _find(options: argparse.Namespace, limit_bytes: int | None) -> int:
         ranks=_count(options.np, "--np"),
         limit_bytes=limit_bytes,
     )
-    from ...train.memory.find_micro_batch import find_by_names
+    from ...train.analysis.find_micro_batch import find_by_names
 
     result = find_by_names(request, heard=lambda trial: write_notice(f"trial: {trial}"))
     if options.json:

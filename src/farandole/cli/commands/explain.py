@@ -10,9 +10,8 @@ from pathlib import Path
 from ...core.cluster import with_ranks
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
-from ...plan.answer.files import read_answer, read_inputs, to_json, why_path
-from ...plan.answer.page import write_page
-from ...plan.answer.text import to_text
+from ...plan.answer import read_answer, read_inputs, to_json, to_text, why_path
+from ...plan.answer_page import write_page
 from ...plan.search.result import PlanAnswer
 from ..main import parser
 from ..options.files import check_output

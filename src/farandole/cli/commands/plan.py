@@ -13,9 +13,8 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import parse_bytes, read_option
-from ...plan.answer.files import to_json, why_path
-from ...plan.answer.page import pipeline_page
-from ...plan.answer.text import to_text
+from ...plan.answer import to_json, to_text, why_path
+from ...plan.answer_page import pipeline_page
 from ...plan.search.result import GOALS, PRECISIONS, SearchRequest, parse_fixed
 from ..main import parser
 from ..options.files import check_output

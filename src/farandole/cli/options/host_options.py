@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ...core.host.paths import is_file
 from ...core.vocabulary.errors import ConfigError
-from ...launch.doctor.probe.channel import Target, find_targets
+from ...launch.doctor.examine import Target, find_targets
 from ...launch.elastic.options import ElasticOptions
 from ...launch.job.hosts import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
 from ...launch.ssh.link.remote_shell import HostSetup, SshOptions

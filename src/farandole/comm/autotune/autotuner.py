@@ -26,10 +26,10 @@ from functools import partial
 
 import torch
 
+from ...core.bucket_plan import BucketPlan
 from ...core.env import is_verbose
-from ...core.step_model.bucket_plan import BucketPlan
-from ...core.step_model.link import LinkModel, sum_seconds
-from ...core.step_model.prediction import (
+from ...core.link import LinkModel, sum_seconds
+from ...core.step_model import (
     CANDIDATES,
     LocalPrediction,
     StepProfile,

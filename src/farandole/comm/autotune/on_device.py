@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from ...core.step_model.link import LinkModel
-from ...core.step_model.prediction import CodecSpeed, StepProfile
+from ...core.link import LinkModel
+from ...core.step_model import CodecSpeed, StepProfile
 from ...core.vocabulary.spec import Plan
 from ..messages import Message
 from ..routes import Route

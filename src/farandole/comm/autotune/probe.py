@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.step_model.link import LinkModel, communication_seconds, ring_bytes
-from ...core.step_model.prediction import CodecSpeed
+from ...core.link import LinkModel, communication_seconds, ring_bytes
+from ...core.step_model import CodecSpeed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ..codecs.registry import make_codec
 from ..device.streams import streams_of

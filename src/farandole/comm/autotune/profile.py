@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ...core.step_model.link import LinkModel
-from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile, slowest_speed
+from ...core.link import LinkModel
+from ...core.step_model import CANDIDATES, CodecSpeed, Gradient, StepProfile, slowest_speed
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.spec import Plan
 from ..codecs.registry import can_have, pattern_for

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.env import read_meeting_address
-from ...core.launchers.rank_variables import read_rank_variables
+from ...core.rank_variables import read_rank_variables
 from ...core.vocabulary.errors import Mismatch, Stalled
 from ...core.vocabulary.text import name_ranks
 from ..device.streams import untraced
@@ -34,7 +34,7 @@ from ..world.connect import agree_on_start, watch_forks
 from ..world.forks import refuse_spawned_worker
 from ..world.world import World
 from .calls import CallQueue, GroupWork
-from .exchange import GroupExchange
+from .collectives import GroupExchange
 from .host_exchange import ByHostExchange, HostExchange
 from .mailbox import LateConnections, Mailbox
 from .message_exchange import MessageExchange

@@ -27,8 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...core.vocabulary.errors import CommError
 from .calls import CallQueue, GroupWork, QueuedCall, WorkEnd
-from .collectives import shortened
-from .exchange import GroupExchange
+from .collectives import GroupExchange, shortened
 from .mailbox import MOST_TAG, Mailbox
 
 Body = Callable[[GroupExchange, Sequence[Sequence[int]]], object]

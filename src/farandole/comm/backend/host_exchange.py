@@ -26,7 +26,7 @@ from ..transport.host_memory import ALIGNMENT, PAGE_BYTES, HostBarrier, Peer, al
 from ..transport.transport import PendingMessage
 from ..world.store_sync import all_gather_json
 from ..world.world import World
-from .exchange import TEXT_BYTES, combine, differing, summed_type
+from .collectives import TEXT_BYTES, combine, differing, summed_type
 from .message_exchange import MessageExchange, PieceSum, as_bytes, cut
 
 HALF_BYTES = 1024 * 1024

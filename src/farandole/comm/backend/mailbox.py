@@ -43,7 +43,7 @@ from ..world.rendezvous import own_address
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
 from .calls import HESITATION_SECONDS, GroupWork, Servers
-from .exchange import SAME_CALLS
+from .collectives import SAME_CALLS
 
 _FACTS_BYTES = 64
 MOST_TAG = 2**31 - 1

@@ -27,7 +27,7 @@ from ..messages import ONE_ROUND_BYTES
 from ..transport.group_messages import FrameTransport
 from ..transport.rank_group import PieceExchange, RankGroup
 from ..transport.transport import PendingMessage
-from .exchange import TEXT_BYTES, combine, differing
+from .collectives import TEXT_BYTES, combine, differing
 
 SEGMENT_BYTES = 256 * 1024
 """See [Note: summed in segments]."""

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from ..messages import accumulates_in_fp32, divide
 from . import collectives
 from .calls import GroupWork
-from .collectives import describe, flattened, land, land_all, only, split, take, take_all
-from .exchange import GroupExchange, name_of
+from .collectives import GroupExchange, describe, flattened, land, land_all, name_of, only, split, take, take_all
 from .group_base import GroupBase
 
 

@@ -35,9 +35,9 @@ from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
 from ..autotune.profile import PassTimings
 from ..device.streams import outside_graphs
 from .count_calls import CountCalls
-from .grad_shards import is_accumulating
 from .in_flight import at_end_of_pass, number_of_pass
 from .parts import ReducerParts
+from .sharded_bucket import is_accumulating
 
 _KEPT = "_farandole_reducer"
 Ready = Callable[[int, torch.Tensor], None]

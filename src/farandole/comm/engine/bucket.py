@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec
 from ..codecs.units import CodedFlat
 from ..collectives import start_all_reduce

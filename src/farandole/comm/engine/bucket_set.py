@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.step_model import bucket_plan as core_plan
-from ...core.step_model.bucket_plan import sum_regions
+from ...core import bucket_plan as core_plan
+from ...core.bucket_plan import sum_regions
 from ...core.vocabulary.codec_spec import AUTO, EXACT, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan

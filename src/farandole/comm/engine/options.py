@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.step_model.prediction import CANDIDATES
+from ...core.step_model import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, CodecSpec
 from ...core.vocabulary.errors import CommError, PlanError
 from ...core.vocabulary.spec import Plan

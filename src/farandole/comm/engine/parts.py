@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...core.step_model.bucket_plan import ExchangeKeys
+from ...core.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import CommError, ConfigError
 from ...core.vocabulary.spec import Plan

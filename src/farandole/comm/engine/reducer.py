@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ...core.step_model.bucket_plan import ExchangeKeys
+from ...core.bucket_plan import ExchangeKeys
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import Recorder
@@ -38,12 +38,11 @@ from ..device.streams import has_streams
 from ..world.world import World
 from .autograd_hooks import BackwardPasses
 from .bucket_set import BucketSet
-from .late_rows import LateRows
 from .noise_sums import NoiseReading, NoiseSums
 from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions, device_of
 from .parameters import relink_hooks
 from .parts import ReducerParts
-from .row_gather import RowGather
+from .row_gather import LateRows, RowGather
 
 
 class GradientReducer:

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...core.bucket_plan import BucketPlan
 from ...core.env import is_verbose
-from ...core.step_model.bucket_plan import BucketPlan
-from ...core.step_model.link import LinkModel, ring_factor
-from ...core.step_model.prediction import CANDIDATES, CodecSpeed, Gradient, StepProfile, predict_step
+from ...core.link import LinkModel, ring_factor
+from ...core.step_model import CANDIDATES, CodecSpeed, Gradient, StepProfile, predict_step
 from ...core.vocabulary.codec_spec import NONE, CodecSpec, low_rank_pays
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bits_per_second, format_seconds

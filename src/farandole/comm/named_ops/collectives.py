@@ -18,7 +18,7 @@ from ..codecs.units import UnitStates
 from ..messages import GroupRank, Message, accumulates_in_fp32, divide
 from ..transport.comm_thread import Conversation
 from ..transport.rank_group import PieceExchange, RankGroup, Within
-from .inline import shares, zeros_matter
+from .group_thread import shares, zeros_matter
 from .operations import Operation
 from .reductions import HostGroups, adasum, finish, fold
 

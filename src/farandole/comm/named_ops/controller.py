@@ -19,11 +19,10 @@ from ..transport.connect import connect_all
 from ..transport.transport import Transport
 from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
-from . import inline
 from .channel import ControlChannel, Events, Frame
 from .data_plane import DataPlane
 from .driver import ControllerState, Driver
-from .group_thread import DeviceGroups, device_kind
+from .group_thread import DeviceGroups, device_kind, inline_payloads, inline_result
 from .launch_order import LaunchOrder
 from .matcher import Announcement, Match, MatchSlot, disagreement
 from .operations import NamedOpsSettings, Operation, OperationLog, ProcessSets, ResponseCache, Signature
@@ -165,7 +164,7 @@ class Controller:
         mine: bytearray | None = None
         links = state.links
         if known.small:
-            parts = inline.payloads(operation, state.rank)
+            parts = inline_payloads(operation, state.rank)
             for rank, part in zip(members, parts, strict=True):
                 if rank == state.rank:
                     mine = part
@@ -291,7 +290,7 @@ class Controller:
             if removed is not None and self.state.plane is not None:
                 self.state.plane.forget_codecs(removed.serial)
             return removed is not None
-        return inline.result(operation, cast("list[bytearray]", operation.payloads), self.state.rank)
+        return inline_result(operation, cast("list[bytearray]", operation.payloads), self.state.rank)
 
     def _fail(self, operation: Operation, problem: str) -> None:
         """The members do not agree; all of the operation's group fail."""

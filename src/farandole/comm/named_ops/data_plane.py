@@ -37,8 +37,7 @@ from ..transport.rank_group import RankGroup
 from ..transport.transport import Transport
 from . import collectives
 from .auto_codecs import AutoCodecs
-from .group_thread import DeviceGroups, GroupThread
-from .inline import CPU, deliver, input_of, to_device_of, zeros_matter
+from .group_thread import CPU, DeviceGroups, GroupThread, deliver, input_of, to_device_of, zeros_matter
 from .operations import Operation, is_unnamed
 from .reductions import HostGroups, host_groups
 

@@ -29,7 +29,7 @@ from ..device.streams import streams_of
 from ..world.world import World
 from . import matcher as validation
 from .controller import Controller
-from .inline import is_small
+from .group_thread import is_small
 from .operations import (
     EVERYBODY,
     Group,

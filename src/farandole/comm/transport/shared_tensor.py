@@ -33,7 +33,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary.errors import ConfigError
 from ..messages import GroupRank, Message, sum_into
 from ..native.build import loops

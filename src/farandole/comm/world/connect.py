@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ...core.env import BACKENDS, nccl_host, read_backend, read_elastic_settings
 from ...core.failures import first_line
 from ...core.host.stacks import OutermostHook
-from ...core.launchers.rank_variables import RankVariables, how_to_start_all, read_rank_variables
+from ...core.rank_variables import RankVariables, how_to_start_all, read_rank_variables
 from ...core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ...version import VERSION
 from ..device.accelerator import backend_of, local_gpu, set_device, unique_id

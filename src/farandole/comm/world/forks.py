@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.host.open_sockets import Key, accepted_by, open_sockets
-from ...core.launchers.rank_variables import RankVariables
+from ...core.rank_variables import RankVariables
 from ...core.vocabulary.errors import ConfigError
 
 _FIXED = 0x10

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ...core import env
 from ...core.env import read_nonce
 from ...core.failures import first_line
-from ...core.launchers.rank_variables import RankVariables, how_to_start_all
+from ...core.rank_variables import RankVariables, how_to_start_all
 from ...core.vocabulary.errors import ConfigError, Stalled
 from ...core.vocabulary.text import name_ranks, write_notice
 from .comm_errors import SocketAborter

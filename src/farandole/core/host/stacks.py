@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..env import read_run_settings
-from ..launchers.rank_variables import read_rank_variables
+from ..rank_variables import read_rank_variables
 from ..vocabulary.errors import ConfigError, FarandoleError
 from ..vocabulary.run_files import Crash, stacks_path
 from ..vocabulary.text import write_notice

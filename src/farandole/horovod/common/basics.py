@@ -24,7 +24,7 @@ from ...core.job_plan import HorovodVariables, JobPlan, plan_with_requests, read
 from ...core.vocabulary.errors import CommError, ConfigError
 from .exceptions import from_comm_error
 from .process_sets import ProcessSet, register_at_start, static_process_sets
-from .running import Running, find_running, get_running, is_parents
+from .running import Running, find_layout, find_running, get_running, is_parents
 
 
 class HorovodBasics:
@@ -103,7 +103,6 @@ class HorovodBasics:
         from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
         from ...observe.export.operation_timeline import OperationTimeline
         from ...train.session import init
-        from .layout import find_layout
 
         self._opened_world = not has_world()
         said_seconds = plan.plan.timeout_seconds if "timeout_seconds" in plan.sources else None

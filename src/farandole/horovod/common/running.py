@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +10,6 @@ if TYPE_CHECKING:
     from ...comm.world.world import World
     from ...core.job_plan import HorovodVariables, JobPlan
     from ...observe.export.operation_timeline import OperationTimeline
-    from .layout import Layout
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -61,3 +61,34 @@ def is_parents() -> bool:
     """Return whether what is running is the parent's, in a forked child that is no rank."""
     running = find_running()
     return running is not None and running.world.in_forked_child
+
+
+# Which ranks share hosts, told by all ranks to all once.
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This rank's place across hosts, which only all hosts together know when they are unequal."""
+
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+
+def find_layout(world: World, engine: NamedOpsEngine) -> Layout:
+    """Exchange places; to be called by all ranks."""
+    import torch
+
+    from ...comm.named_ops.operations import Request
+
+    if world.size == 1:
+        return Layout(0, 1, True)
+    mine = torch.tensor([[world.node_rank, world.local_rank, world.local_size]])
+    request = Request("init.layout", "allgather", mine)
+    places: list[list[int]] = engine.submit([request])[0].wait().tolist()
+    peers = sorted(node for node, local_rank, _ in places if local_rank == world.local_rank)
+    return Layout(
+        cross_rank=peers.index(world.node_rank),
+        cross_size=len(peers),
+        is_homogeneous=len({local_size for _, _, local_size in places}) == 1,
+    )

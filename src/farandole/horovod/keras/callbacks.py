@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .layer.backends import import_keras
+from .layer.fits import watch_fits
 from .layer.front_end import bind
-from .watch.fits import watch_fits
 
 _bound: dict[str, Any] = bind(import_keras("keras", "keras"), __name__)
 BroadcastGlobalVariablesCallback = _bound["BroadcastGlobalVariablesCallback"]

@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ..supervise.process import stopping_with_us
-from ..supervise.reaper import end_group, has_ended
+from ..supervise.process import end_group, has_ended, stopping_with_us
 
 PERIOD_SECONDS = 1.0
 SCRIPT_SECONDS = 30.0

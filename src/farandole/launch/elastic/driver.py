@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...core import env
-from ...core.launchers.rank_variables import RANK_NAMES
+from ...core.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec, RankSpec, rank_environment

@@ -15,14 +15,13 @@ from typing import Any, Protocol
 
 from ...core import env
 from ...core.framing import FrameError, StreamSigner, StreamVerifier
-from ...core.launchers.rank_variables import RANK_NAMES
+from ...core.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
 from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..supervise.failure import Exit, out_of_memory_kills
-from ..supervise.process import RankProcess, start_rank
+from ..supervise.process import RankProcess, Reaper, start_rank
 from ..supervise.ranks import HostRanks, PassOn
-from ..supervise.reaper import Reaper
 from .control import (
     HELLO_BYTES,
     Frame,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core import env
-from ...core.launchers.launcher_env import LOOPBACK
-from ...core.launchers.rank_variables import RankVariables, write_rank_variables
+from ...core.launcher_env import LOOPBACK
+from ...core.rank_variables import RankVariables, write_rank_variables
 from ...core.vocabulary.errors import ConfigError
 from .hosts import HostNamespaces
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ...core.env import read_thread_count
 from ...core.host.interfaces import interface_of_node
-from ...core.launchers.launcher_env import NodeInfo
+from ...core.launcher_env import NodeInfo
 from ...core.vocabulary.errors import ConfigError
 from .contract import RankSpec
 from .hosts import LOOPBACK, MOST_SLOTS, EmulatedHost, HostNamespaces, HostSlots, in_network_of

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...core.launchers.launcher_env import DEFAULT_PORT
+from ...core.launcher_env import DEFAULT_PORT
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ..job.contract import GRACE_SECONDS

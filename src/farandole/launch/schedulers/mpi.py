@@ -1,7 +1,7 @@
 """``--on mpi``: Open MPI's mpirun starts the script on its hosts, once a rank.
 
 Each rank reads its number from Open MPI's variables; where they meet is derived from the job's name (see
-`core.launchers.rank_variables`). mpirun watches the ranks here, not we.
+`core.rank_variables`). mpirun watches the ranks here, not we.
 """
 
 from __future__ import annotations

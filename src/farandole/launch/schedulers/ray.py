@@ -29,8 +29,7 @@ from ..job.placement import ReservedPort, assign_ranks
 from ..output import Output
 from ..supervise.failure import Exit, Failure, find_failure
 from ..supervise.job_loop import FixedJob
-from ..supervise.process import RankProcess, start_rank
-from ..supervise.reaper import end_group, has_ended
+from ..supervise.process import RankProcess, end_group, has_ended, start_rank
 
 PLACE_SECONDS = 60.0
 """How long to wait for the cluster to make room for all ranks."""

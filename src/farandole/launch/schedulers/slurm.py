@@ -1,7 +1,7 @@
 """``--on slurm``: a batch script for sbatch or, inside an allocation, srun.
 
 One task a node: srun starts ``farandole run`` on each, which starts the node's ranks, watches them and names
-the first that fails. The meeting point needs no line in the script (see `core.launchers.slurm`).
+the first that fails. The meeting point needs no line in the script (see `core.slurm`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from ...core.env import own_environment
-from ...core.launchers.slurm import slurm_allocation_nodes
+from ...core.slurm import slurm_allocation_nodes
 from ...core.vocabulary.errors import ConfigError, LaunchError
 from .submission import SubmitSpec, need_command, run_child
 

@@ -15,12 +15,12 @@ from ..elastic.control import Frame
 from ..elastic.workers import HostPool, Reports, WorkerHost
 from ..job.hosts import Host, need_ssh
 from ..supervise.failure import Exit
-from .agent.files import FileTaker
+from .agent_base import FileTaker
+from .job import HostListener, RemoteJobSpec
 from .link.frames import Message
 from .link.host_failure import Handshake, HostFailure
 from .link.host_link import HostLink
 from .link.protocol import Heartbeat, unpack_crash
-from .remote_job import HostListener, RemoteJobSpec
 
 # The hosts of an elastic job that may be anywhere: a `HostPool`.
 #
@@ -103,7 +103,7 @@ class SshHostPool:
         return None if any(each.address is None for each in others) else []
 
 
-ELASTIC_AGENT = "farandole.launch.ssh.agent.elastic_agent"
+ELASTIC_AGENT = "farandole.launch.ssh.elastic_agent"
 FindPeers = Callable[["ElasticHost"], Sequence[str] | None]
 """Returns addresses of other hosts, "" for the launcher's; None: they are not known yet."""
 

@@ -17,10 +17,10 @@ from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots
 from ..job.placement import available_cores, threads_per_rank
 from ..output import Output
 from ..ssh.elastic_host import SshHostPool
+from ..ssh.job import RemoteJobSpec
 from ..ssh.link.remote_shell import connecting_command
-from ..ssh.remote_job import RemoteJobSpec
 from ..supervise.job_loop import Outcome
-from ..supervise.reaper import Reaper
+from ..supervise.process import Reaper
 from .placing import PlacedJob, chosen_variables, command_there, find_hosts, host_setup, variables_there
 from .request import JobRequest
 from .start import Status, make_job, open_run, run_recorded

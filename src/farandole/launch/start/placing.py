@@ -24,9 +24,9 @@ from ...core.env import (
     inherited_environment,
     variables,
 )
-from ...core.launchers.launcher_env import NodeInfo
-from ...core.launchers.rank_variables import DSTACK, KUBERNETES, RANK_NAMES, SKYPILOT, TORCHRUN_NODES
-from ...core.launchers.slurm import SLURM
+from ...core.launcher_env import NodeInfo
+from ...core.rank_variables import DSTACK, KUBERNETES, RANK_NAMES, SKYPILOT, TORCHRUN_NODES
+from ...core.slurm import SLURM
 from ...core.vocabulary.errors import ConfigError
 from ..job.contract import RankSpec
 from ..job.hosts import LOOPBACK, MOST_SLOTS, Host, HostFinder, HostSlots, LocalHost, need_ssh, rendezvous_address

@@ -41,10 +41,17 @@ from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
 from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
+from ..ssh.job import RemoteJobSpec
 from ..supervise.job_loop import Outcome
 from ..supervise.local import Supervisor
 from ..supervise.stacks import read_current_stacks
-from .placing import PlacedJob, host_commands, host_setup, variables_there, variables_to_send
+from .placing import (
+    PlacedJob,
+    host_commands,
+    host_setup,
+    variables_there,
+    variables_to_send,
+)
 from .request import JobRequest
 
 if TYPE_CHECKING:
@@ -85,7 +92,6 @@ def start_job(placed: PlacedJob, *, status: Status = no_status) -> tuple[Outcome
 def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
     from ..ssh.job import RemoteJob
     from ..ssh.link.host_link import HostLink
-    from ..ssh.remote_job import RemoteJobSpec
 
     request, size = placed.request, len(placed.places)
     variables = variables_there(request)

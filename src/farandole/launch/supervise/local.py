@@ -21,8 +21,8 @@ from ..job.placement import is_in_use
 from ..output import Output
 from .failure import Exit, Failure, account_of_leaving, find_failure, out_of_memory_kills
 from .job_loop import FixedJob, Outcome
+from .process import Reaper
 from .ranks import HostRanks
-from .reaper import Reaper
 from .stopped_process import stat_of
 
 MEETING_POLL_SECONDS = 0.5

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ...core.vocabulary.run_files import JobLock, is_dispensable
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from .failure import Exit
-from .process import RankProcess, start_rank
-from .reaper import Reaper
+from .process import RankProcess, Reaper, start_rank
 from .stacks import StackTaker
 from .stopped_process import FrozenWatch
 

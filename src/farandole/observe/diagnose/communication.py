@@ -12,7 +12,7 @@ import statistics
 from dataclasses import replace
 
 from ...core.host.open_sockets import PACED, USUAL
-from ...core.step_model.link import ring_bytes
+from ...core.link import ring_bytes
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.events import (
     SETUP_CODEC,
@@ -28,8 +28,8 @@ from ...core.vocabulary.text import name_ranks
 from ...core.vocabulary.units import format_bytes, format_seconds
 from ..figures.figures import mean
 from ..figures.inexact import codec_of, few_meetings, is_late, sync_of
-from .codec_fixes import CodecCosts, codec_fixes
 from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, command_with, confidence, format_cost
+from .loader_fixes import CodecCosts, codec_fixes
 from .network import LinkObservation, find_slow_link, link_line, network_of
 from .step_table import (
     StepTable,

@@ -1,7 +1,7 @@
 """Exchanges inside of steps that are none of gradients, of activations to losses: what they cost beyond waiting.
 
 [Note: fewer ranks of a degree] With half as many ranks there are twice as many models in smaller rings
-(`core.step_model.link`), and a step has twice the samples: a loader's batch is that of a rank. For the same
+(`core.link`), and a step has twice the samples: a loader's batch is that of a rank. For the same
 samples each model has half of them. But a rank then holds and exchanges the gradients of twice as many parameters:
 once in so many samples, at the rate of the exchanges that were seen. Ranks of a context group have all of them.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.step_model.link import ring_bytes
+from ...core.link import ring_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER, OTHER_SAMPLES, REST, degrees_of
@@ -30,7 +30,7 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks
 from ...core.vocabulary.units import format_bytes, format_seconds, format_share
 from ..figures.figures import mean
-from ..figures.pipeline_seconds import PipelineSeconds, measure_pipeline
+from ..figures.prediction_check import PipelineSeconds, measure_pipeline
 from ..records.run_reader import RunRecords
 from .communication import INT8_SHARE
 from .finding import LEAST_SHARE, SHOWN_RANKS, Finding, Fix, Gain, command_with, confidence, format_cost
@@ -172,7 +172,7 @@ _FIXES = {"expert": _of_experts, "shard": _of_shards, "rows": _of_rows, "loss": 
 
 # Pipelines: what the schedule's bubble, a slow stage and the transfers between stages cost.
 #
-# See [Note: three reasons to wait] in `figures.pipeline_seconds`.
+# See [Note: three reasons to wait] in `figures.prediction_check`.
 #
 # [Note: what a micro-batch costs] However small it is, its passes go through the parameters six times: weights are
 # read twice, a gradient is written, and added to what is there. SGD goes through them three times, Adam seven:

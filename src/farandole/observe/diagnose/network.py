@@ -23,8 +23,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...core.step_model.link import LinkModel, fit_link
-from ...core.step_model.prediction import BucketLoad, rebucket, replay_buckets
+from ...core.link import LinkModel, fit_link
+from ...core.step_model import BucketLoad, rebucket, replay_buckets
 from ...core.vocabulary.events import BucketTimes
 from ...core.vocabulary.text import name_ranks
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds

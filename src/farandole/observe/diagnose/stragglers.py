@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...core.step_model.prediction import divide_samples, longest_seconds
+from ...core.step_model import divide_samples, longest_seconds
 from ...core.vocabulary.degrees import SPEED, is_unequal
 from ...core.vocabulary.events import (
     BACKWARD,

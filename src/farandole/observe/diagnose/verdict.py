@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ...core.step_model.prediction import MeasuredStep
+from ...core.step_model import MeasuredStep
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import ORDER
 from ...core.vocabulary.errors import ConfigError, FarandoleError
@@ -19,13 +19,12 @@ from ..figures.inexact import codec_of, exchanges_none, few_steps
 from ..figures.step_parts import COMPUTE_AND_REST, hidden_by_step, rows_by_step
 from ..figures.summary import LEAST_UNDIVIDED, NOT_DIVIDED, NOT_SEEN, read_tuning, verdict_of
 from ..records.run_reader import RunRecords, how_it_failed, how_it_hung, read_run
-from .codec_fixes import PREDICTED, SPARSE, CodecCosts, codec_ratio
 from .communication import find_communication
 from .finding import KINDS, OUTSIDE, Diagnosis, Finding, Fix, confidence, format_cost, is_taken
 from .front_ends import in_words_of
 from .host_facts import FIRST, find_crowded, find_device_limits, find_starved, find_threads, with_first
 from .inner_exchanges import find_experts, find_inner, find_pipeline, unequal_experts
-from .loader_fixes import find_input
+from .loader_fixes import PREDICTED, SPARSE, CodecCosts, codec_ratio, find_input
 from .network import network_of
 from .optimizer_step import find_optimizer, find_small_batch
 from .pauses import find_irregular, find_own_code, find_pauses

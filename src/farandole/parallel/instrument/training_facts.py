@@ -37,7 +37,7 @@ from ...comm.world.session import next_power_of_two
 from ...comm.world.world import World
 from ...core.env import read_run_settings
 from ...core.host.process_status import peak_resident_bytes, resident_bytes
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.events import BucketTimes, Setup, SetupValue

@@ -37,8 +37,8 @@ from torch.utils.hooks import RemovableHandle
 from ...comm.engine.parameters import rows_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
+from ...core.bucket_plan import STATE_CHUNK_BYTES
 from ...core.host.process_status import give_back_freed_memory, trim_heap
-from ...core.step_model.bucket_plan import STATE_CHUNK_BYTES
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from ...core.schedule.actions import bubble_seconds
-from ...core.schedule.build import build_schedule
+from ...core.schedule import build_schedule
+from ...core.schedule_simulation import bubble_seconds
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ..model import DistributedModel, Strategy

@@ -24,9 +24,8 @@ from ...comm.device.accelerator import memory_of, random_states, set_random_stat
 from ...comm.engine.grad_ownership import drop_grads, replace_grad, zero_missing_grads
 from ...comm.world.comm_errors import translated
 from ...comm.world.store_sync import all_gather_json, require_same
-from ...core.schedule.actions import Schedule
-from ...core.schedule.build import LayerCost
-from ...core.schedule.simulate import in_flight
+from ...core.schedule import LayerCost
+from ...core.schedule_simulation import Schedule, in_flight
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice

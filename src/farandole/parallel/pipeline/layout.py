@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...comm.device.accelerator import synchronize
-from ...core.schedule.build import LayerCost, partition
+from ...core.schedule import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.text import did_you_mean
 from ..blocks import repeated_blocks

@@ -27,7 +27,7 @@ from ...comm.device.accelerator import is_accelerator
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.env import expect_single_sends
-from ...core.schedule.actions import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
+from ...core.schedule_simulation import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.events import InnerExchange
 

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ...core.schedule.actions import BACKWARD, BACKWARD_INPUT, FORWARD, Action
-from ...core.schedule.build import build_schedule
+from ...core.schedule import build_schedule
+from ...core.schedule_simulation import BACKWARD, BACKWARD_INPUT, FORWARD, Action
 from ...core.vocabulary.events import (
     PIPELINE_WAIT,
     SETUP_PIPELINE,

@@ -1,8 +1,8 @@
 """A pipeline whose batches follow each other without a flush (Narayanan et al. 2006.09503, section 3.1).
 
 [Note: what a step does] In step t a rank runs all forward passes of batch t, and the backward passes that
-`core.schedule.simulate` puts between them: the last ones of batch t - 1 and the first ones of batch t. Then batch
-t - 1 has ended everywhere, and its gradients become those of the parameters. Its passes used the weights from
+`core.schedule_simulation` puts between them: the last ones of batch t - 1 and the first ones of batch t. Then
+batch t - 1 has ended everywhere, and its gradients become those of the parameters. Its passes used the weights from
 before the last update: W(t + 1) = W(t) - update by the gradient of batch t - 1 at W(t - 1).
 
 [Note: no waiting for all] Nothing in a step may wait for all ranks, or there would be a flush after all. Whether
@@ -32,8 +32,7 @@ from torch.utils import _pytree as pytree
 from ...comm.engine.grad_ownership import GradsAside, replace_grad
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import refused_by_all
-from ...core.schedule.actions import BACKWARD, FORWARD, Action, Schedule
-from ...core.schedule.simulate import BatchesInARow, Rows
+from ...core.schedule_simulation import BACKWARD, FORWARD, Action, BatchesInARow, Rows, Schedule
 from ...core.vocabulary.errors import ConfigError, FarandoleError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice

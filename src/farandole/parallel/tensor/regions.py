@@ -40,7 +40,7 @@ from ...comm.device.accelerator import generator_of
 from ...comm.engine.parameters import refuse_second_order
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary.errors import ConfigError
 from ..instrument.phase_hooks import inner_exchange
 from ..mesh import Mesh

@@ -27,7 +27,7 @@ from ...comm.codecs.quantize import Packer, native_quantize
 from ...comm.codecs.registry import packer_of
 from ...comm.codecs.saved_state import Entry
 from ...comm.engine.parameters import rows_of
-from ...comm.engine.row_coding import RowPlace, draws_of
+from ...comm.engine.row_exchange import RowPlace, draws_of
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
 from ...core.vocabulary.codec_spec import CodecSpec

@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from ...comm.backend.group_base import calls_for
 from ...comm.world.world import World
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary import events
 from ...core.vocabulary.errors import Mismatch
 from ...core.vocabulary.rules import MOST_ZERO

@@ -38,10 +38,10 @@ from ...comm.device.streams import outside_graphs, untraced
 from ...comm.engine.count_calls import CountCalls
 from ...comm.engine.grad_ownership import drop_grads
 from ...comm.engine.parameters import refuse_second_order
-from ...comm.engine.row_coding import require_shapes
+from ...comm.engine.row_exchange import require_shapes
 from ...comm.world.comm_errors import translated
 from ...comm.world.world import World
-from ...core.step_model.link import ring_sent_bytes
+from ...core.link import ring_sent_bytes
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ...core.vocabulary.events import BACKWARD, Phase

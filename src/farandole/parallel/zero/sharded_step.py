@@ -28,10 +28,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 from ...comm.engine.grad_ownership import replace_grad
-from ...comm.engine.late_rows import may_be_late
 from ...comm.engine.parameters import rows_of
 from ...comm.engine.reducer import GradientReducer
-from ...comm.engine.row_gather import RowGather
+from ...comm.engine.row_gather import RowGather, may_be_late
 from ...comm.transport.comm_thread import BucketWork
 from ...comm.world.comm_errors import translated
 from ...core.vocabulary.errors import ConfigError

@@ -4,7 +4,7 @@
 each of its parameters (whether it was used) and eight that say how many steps were made; one with a codec is a
 multiple of 1,024 elements a rank. With ZeRO a bucket has a block of rows for each rank, each with such an end.
 
-[Note: replaying a table] The recurrence of `core.step_model.prediction`, e(i) = max(ready(i), e(i - 1)) + t(i), is
+[Note: replaying a table] The recurrence of `core.step_model`, e(i) = max(ready(i), e(i - 1)) + t(i), is
 max over j of (ready(j) + t(j) + ... + t(last)). So a thousand buckets take one pass over arrays. A test compares
 both.
 """
@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.step_model.bucket_plan import CHUNK_BYTES, plan_buckets
-from ...core.step_model.link import LinkModel
-from ...core.step_model.prediction import BucketLoad, Replay
+from ...core.bucket_plan import CHUNK_BYTES, plan_buckets
+from ...core.link import LinkModel
+from ...core.step_model import BucketLoad, Replay
 from ...core.vocabulary.codec_spec import EXACT, CodecSpec, low_rank_pays
 from ...core.vocabulary.rules import MOST_ZERO
 from ...core.vocabulary.spec import USUAL_BUCKET_BYTES, Plan

@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...core.cluster import CollectiveWork, collective_work
-from ...core.step_model.link import LinkModel
-from ...core.step_model.prediction import BucketLoad
+from ...core.link import LinkModel
+from ...core.step_model import BucketLoad
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ..candidate import CollectiveCalls
 from ..profile import ModelProfile

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ...core.step_model.bucket_plan import disk_state_bytes
+from ...core.bucket_plan import disk_state_bytes
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import Candidate
 from ..memory import (

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from ...core.schedule.actions import Schedule
-from ...core.schedule.build import LayerCost, build_schedule, partition
-from ...core.schedule.simulate import Simulator, StageTimes, in_flight
+from ...core.schedule import LayerCost, build_schedule, partition
+from ...core.schedule_simulation import Schedule, Simulator, StageTimes, in_flight
 from ...core.vocabulary.errors import PlanError
 from ..profile import ModelProfile, ModelUnit
 from .layout import RunLayout

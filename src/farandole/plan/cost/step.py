@@ -6,7 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...core.cluster import collective_work
-from ...core.schedule.simulate import StageTimes
+from ...core.schedule_simulation import StageTimes
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term
 from ..profile import ModelProfile

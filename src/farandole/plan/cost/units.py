@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from ...core.step_model.link import largest_normal
+from ...core.link import largest_normal
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.rules import MOST_ZERO
 from ..candidate import CollectiveCalls, Term

@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from ...core.cluster import Cluster, collective_work
-from ...core.step_model.link import ring_factor
+from ...core.link import ring_factor
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rules import MOST_ZERO, SEVERAL_STAGES, chunks_of
 from ...core.vocabulary.spec import Plan

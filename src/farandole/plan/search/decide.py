@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ...core.cluster import Cluster, with_ranks
-from ...core.step_model.prediction import CANDIDATES
+from ...core.step_model import CANDIDATES
 from ...core.vocabulary.units import format_seconds
 from ..candidate import Candidate
 from ..cost.predict import predict

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...core.cluster import Cluster
-from ...core.schedule.build import LayerCost, partition
+from ...core.schedule import LayerCost, partition
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.rules import MOST_ZERO, chunks_of
 from ...core.vocabulary.spec import Plan

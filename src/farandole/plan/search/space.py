@@ -14,7 +14,7 @@ from itertools import permutations, product
 from typing import Any, NamedTuple
 
 from ...core.cluster import Cluster
-from ...core.step_model.prediction import CANDIDATES
+from ...core.step_model import CANDIDATES
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.degrees import ORDER, Degrees
 from ...core.vocabulary.errors import PlanError

@@ -11,8 +11,7 @@ from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ..server.channel import ServerMessage
 from ..server.client import wait_for
 from ..server.dense.connect import ServerConnections, ServerLayout, start_and_connect
-from . import tables
-from .service import RowService
+from .service import SERVICE, RowService, TablesService
 
 MOST_MESSAGE_BYTES: Final = 64 << 20
 """Tensors of a request or a reply; more rows go in several."""
@@ -68,7 +67,7 @@ class RowServers:
         made = here.session.kept(cls)
         if made is None:
             config = {"ranks": list(range(here.size))}
-            hosted = {tables.SERVICE: {"class": f"{tables.__name__}:TablesService", "config": config}}
+            hosted = {SERVICE: {"class": f"{TablesService.__module__}:TablesService", "config": config}}
             layout = ServerLayout(
                 servers, lambda number, directory: hosted, SNAPSHOT_SECONDS, 2 * MOST_MESSAGE_BYTES, _KEPT_BYTES
             )
@@ -114,9 +113,7 @@ class ServerShards:
                 f"table {self._name!r} is used after fd.shutdown", remedy="make it anew after fd.init"
             )
         for number, request in requests.items():
-            clients[number].ask(
-                tables.SERVICE, {**request.values, "table": self._name}, request.tensors, keeps=keeps
-            )
+            clients[number].ask(SERVICE, {**request.values, "table": self._name}, request.tensors, keeps=keeps)
         others = [each for number, each in enumerate(clients) if number not in requests]
         replies: Sequence[ServerMessage] = wait_for([clients[number] for number in requests], beside=others)
         return dict(zip(requests, replies, strict=True))

@@ -26,7 +26,7 @@ from ...parallel.optim.elementwise import why_not_elementwise
 from ...parallel.pipeline.layout import starts_of_layers
 from ...parallel.pipeline.micro_batches import as_call
 from ...parallel.pipeline.trace import trace, traced_through
-from ...plan.answer.text import DividedModel
+from ...plan.answer import DividedModel
 from ...plan.memory import (
     PRECISIONS,
     RECOMPUTE,
@@ -38,19 +38,49 @@ from ...plan.memory import (
 )
 from ...plan.memory_page import OFFLOAD, UNKNOWN_PROCESS, Estimate, EstimateRequest, ProcessMemory
 from ...plan.profile import ModelProfile, ModelUnit
-from ..memory.alike import NotAlikeError, foldable, skipped
-from ..memory.batches import SAMPLES, Batches, batch_bytes, read_shape, resized, zeros_of
-from ..memory.fake_pass import fake_mode, grouped_products, make_fake, needs_values, run_pass, silent_logger
-from ..memory.find_micro_batch import available_bytes
-from ..memory.gpu_operations import counted_on, operations_of
-from ..memory.optimizers import OPTIMIZERS, make_optimizer, optimizer_facts, step_operations
-from ..memory.probe import Question, make_on_meta, probe, weight_facts
-from ..memory.trial import be_like_a_rank
-from ..memory.user_code import describe, errors_of_user, load_function, module_of
-from ..memory.user_pass import Loss, batch_in, inputs_and_targets, recomputed, weight_type
-from .marks import Marks, find_marks, marks_inside
+from .fake_pass import (
+    counted_on,
+    fake_mode,
+    grouped_products,
+    make_fake,
+    needs_values,
+    operations_of,
+    run_pass,
+    silent_logger,
+)
+from .find_micro_batch import available_bytes
+from .probe import (
+    OPTIMIZERS,
+    Question,
+    make_on_meta,
+    make_optimizer,
+    optimizer_facts,
+    probe,
+    step_operations,
+    weight_facts,
+)
 from .record import PassRecorder, record
+from .repeated_blocks import NotAlikeError, foldable, skipped
+from .spans import Marks, find_marks, marks_inside
+from .trial import be_like_a_rank
 from .units import UnitMaker, find_parts
+from .user_code import (
+    SAMPLES,
+    Batches,
+    Loss,
+    batch_bytes,
+    batch_in,
+    describe,
+    errors_of_user,
+    inputs_and_targets,
+    load_function,
+    module_of,
+    read_shape,
+    recomputed,
+    resized,
+    weight_type,
+    zeros_of,
+)
 
 
 # Whether a pipeline can cut a model: its code is recorded as a pipeline does it at the first step.

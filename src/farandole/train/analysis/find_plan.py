@@ -25,17 +25,16 @@ from ...core.vocabulary.config import convert
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import did_you_mean
-from ...plan.answer.files import write_answer, write_inputs
+from ...plan.answer import write_answer, write_inputs
 from ...plan.profile import ModelProfile
 from ...plan.profile_file import read_profile
 from ...plan.search.decide import Measured, search, to_try, with_trials
 from ...plan.search.result import Goal, PlanAnswer, SearchRequest
-from ..memory.batches import Batches
-from ..memory.find_micro_batch import text_of
-from ..memory.user_code import load_function
 from .analyse import analyse
+from .find_micro_batch import text_of
 from .measure import Timing, measure_units
 from .trials import PlanTrial, TrialsRequest, run_trials
+from .user_code import Batches, load_function
 
 
 # How a model is timed on this machine, so that it is timed as a rank of a cluster will run it.

@@ -39,14 +39,12 @@ from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bytes
 from ...plan.profile import ModelProfile, ModelUnit, UnitTimes
-from ..memory.alike import foldable, skipped
-from ..memory.batches import Batches
-from ..memory.find_micro_batch import available_bytes
-from ..memory.probe import make_on_meta
-from ..memory.user_code import errors_of_user
-from ..memory.user_pass import Loss, batch_in, forward_loss
+from .find_micro_batch import available_bytes
+from .probe import make_on_meta
+from .repeated_blocks import foldable, skipped
 from .spans import PassSpans
 from .units import UnitPart, find_parts
+from .user_code import Batches, Loss, batch_in, errors_of_user, forward_loss
 
 # Processes that compute beside what is timed, as the other ranks of a host will.
 _WIDTH, _ROWS = 512, 1024

@@ -23,10 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ...parallel.context.attention import AttentionCall
-from ..memory.fake_pass import errors_of_pass, storages_of
-from ..memory.user_pass import Loss, forward_loss, passes_of
-from .marks import Marks
-from .spans import PassSpans, fp32_bytes
+from .fake_pass import errors_of_pass, storages_of
+from .spans import Marks, PassSpans, fp32_bytes
+from .user_code import Loss, forward_loss, passes_of
 
 _ATTENTION = ("scaled_dot_product", "flash_attention", "efficient_attention", "cudnn_attention", "bmm", "matmul")
 _EMPTY = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")

@@ -30,12 +30,20 @@ from ...comm.device.accelerator import peak_bytes, synchronize
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.model import DistributedModel
-from ..memory.batches import Batches, as_inputs
-from ..memory.optimizers import make_optimizer
-from ..memory.trial import set_limit
-from ..memory.user_code import errors_of_user, load_function
-from ..memory.user_pass import Loss, batch_in, forward_loss, inputs_and_targets, scalar_loss
+from .probe import make_optimizer
+from .trial import set_limit
 from .trials import MARK, TrialSteps, TrialWork
+from .user_code import (
+    Batches,
+    Loss,
+    as_inputs,
+    batch_in,
+    errors_of_user,
+    forward_loss,
+    inputs_and_targets,
+    load_function,
+    scalar_loss,
+)
 
 
 def main(text: str) -> None:

@@ -16,9 +16,8 @@ from typing import Any
 from torch import nn
 
 from ...plan.profile import AttentionFacts, ExpertFacts, ModelUnit, TensorFacts, UnitGradient
-from .marks import Marks, divided_by, limit_of, may_divide_tokens
 from .record import PassRecorder
-from .spans import PassSpan, PassSpans
+from .spans import Marks, PassSpan, PassSpans, divided_by, limit_of, may_divide_tokens
 
 _FIGURES = ("forward_flops", "backward_flops", "moved_bytes", "saved_bytes")
 _LINEAR = 0.02

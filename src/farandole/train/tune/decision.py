@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from ...core.step_model.bucket_plan import ExchangeKeys
-from ...core.step_model.prediction import Interval, nested_ratio
+from ...core.bucket_plan import ExchangeKeys
+from ...core.step_model import Interval, nested_ratio
 from ...core.vocabulary.codec_spec import NONE
 
 T = TypeVar("T")

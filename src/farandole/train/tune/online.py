@@ -27,10 +27,10 @@ from ...comm.autotune.profile import Look
 from ...comm.device.accelerator import memory_of
 from ...comm.world.store_sync import all_gather_json, decide_on_first
 from ...comm.world.world import World
+from ...core.bucket_plan import BucketPlan, ExchangeKeys
 from ...core.env import TuneSettings
 from ...core.job_plan import resolve_plan
-from ...core.step_model.bucket_plan import BucketPlan, ExchangeKeys
-from ...core.step_model.prediction import CANDIDATES, StepProfile, buckets_of, predict_step
+from ...core.step_model import CANDIDATES, StepProfile, buckets_of, predict_step
 from ...core.vocabulary.codec_spec import NONE, CodecSpec
 from ...core.vocabulary.errors import PlanError
 from ...core.vocabulary.events import SETUP_TUNING, Event, Logged, Setup
@@ -41,8 +41,7 @@ from ...launch.doctor.facts import read_memory
 from ...parallel.data.tuned_micro_batches import TunedMicroBatches
 from ..data.worker_cores import TunedLoaders
 from .decision import BlockOrder, PatternSearch, TuneDecision, TuneLimits, bucket_grid, slowest
-from .outcome import TuneHistory, TuningRecord, facts_of, total_gain
-from .switching import ExchangeSwitch, why_not
+from .outcome import ExchangeSwitch, TuneHistory, TuningRecord, facts_of, total_gain, why_not
 
 # Whether memory is about to run out on this rank, so that nothing that takes more may stay.
 LEAST_SHARE = 0.03

@@ -14,9 +14,8 @@ import pytest
 
 from farandole.core.vocabulary.errors import ConfigError, PlanError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.answer.files import read_answer, read_why, to_mapping, why_path, write_answer
-from farandole.plan.answer.page import render, write_page
-from farandole.plan.answer.text import to_text
+from farandole.plan.answer import read_answer, read_why, to_mapping, to_text, why_path, write_answer
+from farandole.plan.answer_page import render, write_page
 from farandole.plan.candidate import Candidate
 from farandole.plan.search.decide import search, to_try, with_trials
 from farandole.plan.search.reasons import in_words, why_slower

@@ -28,7 +28,7 @@ from farandole.comm.routes import Route
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.world.world import World
 from farandole.core.cluster import collective_work
-from farandole.core.schedule.build import build_schedule
+from farandole.core.schedule import build_schedule
 from farandole.core.vocabulary import events
 from farandole.parallel.context.attention import AttentionCall, DividedAttention
 from farandole.parallel.context.group import ContextGroup

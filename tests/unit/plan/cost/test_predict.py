@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from farandole.core.cluster import Cluster, CodecCost, Coefficient
-from farandole.core.schedule.actions import bubble_seconds
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.simulate import StageTimes, simulate
-from farandole.core.step_model.link import LinkModel
-from farandole.core.step_model.prediction import BucketLoad, replay_buckets
+from farandole.core.link import LinkModel
+from farandole.core.schedule import build_schedule
+from farandole.core.schedule_simulation import StageTimes, bubble_seconds, simulate
+from farandole.core.step_model import BucketLoad, replay_buckets
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.candidate import Candidate, Prediction, Term

@@ -14,7 +14,7 @@ from farandole.core.cluster import (
     Device,
     Tier,
 )
-from farandole.core.step_model.link import ring_factor
+from farandole.core.link import ring_factor
 from farandole.core.vocabulary.codec_spec import NONE
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import USUAL_BUCKET_BYTES

@@ -11,8 +11,8 @@ import pytest
 
 from farandole.core.cluster import Cluster
 from farandole.core.cluster_presets import preset_cluster
-from farandole.core.schedule.build import build_schedule
-from farandole.core.schedule.simulate import in_flight
+from farandole.core.schedule import build_schedule
+from farandole.core.schedule_simulation import in_flight
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import SCHEDULES, chunks_of
 from farandole.core.vocabulary.spec import Plan

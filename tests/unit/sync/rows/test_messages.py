@@ -15,9 +15,8 @@ from farandole.sync.rows import shard
 from farandole.sync.rows import table as table_module
 from farandole.sync.rows.copies import RowCopy
 from farandole.sync.rows.links import LocalShards
-from farandole.sync.rows.service import RowService
+from farandole.sync.rows.service import RowService, TablesService
 from farandole.sync.rows.table import RowTable
-from farandole.sync.rows.tables import TablesService
 from farandole.sync.server.channel import ServerMessage
 from tests.unit.sync.rows.test_parts import config, pull, push, values
 

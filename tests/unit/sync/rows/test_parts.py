@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from farandole.core.vocabulary.errors import ConfigError, FarandoleError, Mismatch
-from farandole.sync.rows.service import RowService
+from farandole.sync.rows.service import SERVICE, RowService, TablesService
 from farandole.sync.rows.store import IdIndex, key_of, owners, pack_ids, unpack_ids
-from farandole.sync.rows.tables import SERVICE, TablesService
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.host import ServiceHost
 

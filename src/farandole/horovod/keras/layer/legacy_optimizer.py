@@ -18,8 +18,8 @@ from ...tensorflow.gradients import FlatExchange, mark_loss
 from ...tensorflow.installed import tf
 from ...tensorflow.ops.inputs import not_converted
 from ..variables import build_optimizer
-from ..watch.fits import watch_legacy_fits
 from .accumulation import LEGACY, PassAccumulator, refuse_loss_scale_around
+from .fits import watch_legacy_fits
 
 Pairs = list[tuple[Any, Any]]
 _LEFT_OUT = ("_exclude_from_weight_decay", "_exclude_from_weight_decay_names")

@@ -18,9 +18,9 @@ from typing import Any, cast
 from ...exchange.names import key_of, next_name
 from ...exchange.settings import GradientSettings
 from ..variables import is_legacy
-from ..watch.fits import watch_fits
 from .accumulation import PassAccumulator, refuse_loss_scale_around
 from .backends import KerasGradients, backend_name, make_gradients, mark_loss, mark_step, refuse_other_backends
+from .fits import watch_fits
 
 # Methods of Keras 2's optimizers that scripts for Horovod call: on TensorFlow, whose tapes they take.
 #

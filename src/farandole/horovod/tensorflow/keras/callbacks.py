@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...keras import callbacks as of_keras_3
+from ...keras.layer.fits import watch_legacy_fits
 from ...keras.layer.front_end import bind
-from ...keras.watch.fits import watch_legacy_fits
 from .which import is_tf_keras, keras
 
 _bound: dict[str, Any] = bind(keras, __name__) if is_tf_keras else vars(of_keras_3)

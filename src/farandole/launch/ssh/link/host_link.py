@@ -14,8 +14,7 @@ import farandole
 
 from ....core.vocabulary.errors import LaunchError
 from ...job.contract import RankSpec
-from ...supervise.process import dying_with_us
-from ...supervise.reaper import end_group, has_ended
+from ...supervise.process import dying_with_us, end_group, has_ended
 from .frames import Channel, Message
 from .remote_shell import AGENT, HostSetup
 

@@ -33,7 +33,7 @@ IFS= read -r directory; IFS= read -r python; IFS= read -r prelude; IFS= read -r 
 REMOTE_COMMAND = f"exec /bin/sh -c '{_SCRIPT}'"
 """The same for every host and job. In single quotes, without one inside: every login shell reads it alike."""
 
-AGENT = "farandole.launch.ssh.agent.agent"
+AGENT = "farandole.launch.ssh.agent"
 _CODE = 'import json;start=json.loads(open(0,"rb",0,closefd=False).readline());exec(start["source"])'
 _SOURCE = f"""
 import importlib, sys

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .....core.launchers.rank_variables import read_rank_variables
+from .....core.rank_variables import read_rank_variables
 
 
 def get_env_rank_and_size() -> tuple[int, int]:

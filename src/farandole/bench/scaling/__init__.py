@@ -1,1 +1,0 @@
-"""``farandole bench scaling``: a user's script at several sizes."""

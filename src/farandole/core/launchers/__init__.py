@@ -1,1 +1,0 @@
-"""What launchers say to the processes that they start: asked in turn."""

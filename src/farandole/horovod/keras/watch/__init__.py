@@ -1,1 +1,0 @@
-"""Trainings by `fit`, watched: seeds of each rank, warnings about mistakes, and ``farandole verify``."""

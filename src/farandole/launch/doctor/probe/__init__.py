@@ -1,1 +1,0 @@
-"""Asking hosts for facts and measuring the links between them."""

@@ -1,1 +1,0 @@
-"""The supervisor of one remote host, started over ssh."""
