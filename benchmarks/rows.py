@@ -23,10 +23,9 @@ from farandole.sync.rows import service
 from farandole.sync.rows.links import LocalShards, RowServers, ServerShards
 from farandole.sync.rows.store import key_of
 from farandole.sync.rows.table import RowMessages
-from farandole.sync.server.client import ServerClient
+from farandole.sync.server.client import ServerClient, ServerPlace, make_directory, start_server
 from farandole.sync.server.dense.connect import ServerConnections
 from farandole.sync.server.loop import Limits
-from farandole.sync.server.start import ServerPlace, make_directory, start_server
 from shared import seconds_of
 
 REPEATS = 7

@@ -199,7 +199,7 @@ def time_one_rank(options: argparse.Namespace) -> dict[str, Any]:
 def time_compiler(_: argparse.Namespace) -> dict[str, float]:
     """Return what it takes to make the operation where the cache is empty, and to find it there again."""
     import_tensorflow(legacy=False)
-    library = importlib.import_module("farandole.horovod.tensorflow.calls.call")
+    library = importlib.import_module("farandole.horovod.tensorflow.ops.call")
     before, begin = children_seconds(), time.perf_counter()
     if library.find_library() is None:
         raise SystemExit("tensorflow_front_end: the operation could not be made, see above")

@@ -39,7 +39,7 @@ if _typing.TYPE_CHECKING:
     from .parallel.frozen_model import freeze, low_rank_adapters
     from .parallel.optim.one_bit_adam import OneBitAdam
     from .parallel.step import drain, evaluate, step, weight
-    from .sync.rows.copies import RowCopy
+    from .sync.rows.links import RowCopy
     from .sync.rows.table import RowTable
     from .train.analysis.find_micro_batch import find_micro_batch
     from .train.analysis.find_plan import find_plan
@@ -74,7 +74,7 @@ _HOME = {
     "MixtureOfExperts": "parallel.expert.layer",
     "router_loss": "parallel.expert.layer",
     "OneBitAdam": "parallel.optim.one_bit_adam",
-    "RowCopy": "sync.rows.copies",
+    "RowCopy": "sync.rows.links",
     "RowTable": "sync.rows.table",
     "World": "comm.world.world",
     "init": "train.session",

@@ -24,8 +24,7 @@ from farandole.parallel.context.context import Context
 from farandole.parallel.model import DistributedModel
 from farandole.plan.candidate import Candidate, CollectiveCalls
 from farandole.plan.cost.predict import predict
-from farandole.plan.profile import ModelProfile
-from farandole.plan.profile_file import profile_from_mapping, profile_to_mapping
+from farandole.plan.profile import ModelProfile, profile_from_mapping, profile_to_mapping
 from farandole.train.analysis.analyse import analyse
 from tests.ranks.pool import ranks, takes
 from tests.ranks.tensor_models import NAMED, TOKENS, WIDTH, WORDS, Block, Language

@@ -24,8 +24,7 @@ from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, P
 from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.model import DistributedModel
-from farandole.sync.local_steps import LocalSteps
-from farandole.sync.measured import TIMED_STEPS, MeasuredSync
+from farandole.sync.local_steps import TIMED_STEPS, LocalSteps, MeasuredSync
 from farandole.train.tune.outcome import why_not
 from tests.ranks import sync_loop
 from tests.ranks.pool import ranks
@@ -710,7 +709,7 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
 ) -> None:
     world = fd.init()
     said: list[str] = []
-    monkeypatch.setattr("farandole.sync.measured.write_notice", said.append)
+    monkeypatch.setattr("farandole.sync.local_steps.write_notice", said.append)
     model, optimizer = distributed("auto", codec="auto", lossy=True)
     policy = DistributedModel.of(model).policy
     assert isinstance(policy, MeasuredSync)
@@ -737,7 +736,7 @@ def test_auto_takes_local_steps_where_they_gain_a_quarter_and_says_both_numbers(
 def test_auto_stays_with_each_step_where_ranks_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     fd.init()
     said: list[str] = []
-    monkeypatch.setattr("farandole.sync.measured.write_notice", said.append)
+    monkeypatch.setattr("farandole.sync.local_steps.write_notice", said.append)
     model, optimizer = distributed("auto", codec="auto", lossy=True)
     train(model, optimizer, batches(4))
     assert_same_bits(model)

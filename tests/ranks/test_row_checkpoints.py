@@ -55,7 +55,7 @@ def test_a_checkpoint_has_the_tables_that_it_is_given(tmp_path: Path, monkeypatc
     """One of the model, one by its name; of the third it says that it is not there."""
     world = fd.init()
     said: list[str] = []
-    monkeypatch.setattr("farandole.sync.rows.checkpointed.write_notice", said.append)
+    monkeypatch.setattr("farandole.sync.rows.table.write_notice", said.append)
     directory = all_gather_json(world, "directory", str(tmp_path))[0]
     model = Clicks()
     items, other = fd.RowTable("items", DIM, admit=3, staleness=0), fd.RowTable("other", DIM)

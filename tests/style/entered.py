@@ -115,7 +115,7 @@ def of_a_job(directory: Path) -> set[str]:
 
 def of_a_plan(directory: Path) -> set[str]:
     """Return the files that ``farandole plan`` enters, from a profile."""
-    from farandole.plan.profile_file import write_profile
+    from farandole.plan.profile import write_profile
     from tests.unit.plan.search.models import make_profile
 
     write_profile(make_profile(), directory / "model.json")

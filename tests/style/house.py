@@ -30,8 +30,8 @@ WITHOUT_TORCH = ("core", "plan", "checkpoint", "observe", "launch")
 FOLDERS: dict[str, list[tuple[str, str]]] = {
     "core": [
         ("vocabulary", "shared types: plans, codecs by name, events, errors, units, file names"),
-        (".", "what all agree on, by the standard library alone: environment, launchers, the plan of a job, clusters, "
-              "links, what a step takes, schedules of pipelines, frames, failures"),
+        (".", "what all agree on, by the standard library alone: environment, launchers, the job's plan, "
+              "clusters, links, what a step takes, schedules of pipelines, frames, failures"),
         ("host", "facts from the kernel about this host: interfaces, sockets, stacks, paths"),
     ],
     "comm": [
@@ -178,8 +178,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("tensorflow/installed", "TensorFlow itself: a missing one, or one too old, is one clear error"),
         ("tensorflow/errors", "errors that are Horovod's and TensorFlow's"),
         ("tensorflow/compression", "Horovod's compressors for TensorFlow's tensors"),
-        ("tensorflow/calls", "one operation: at once, or in a graph by a kernel in C++ or a Python function"),
-        ("tensorflow/ops", "Horovod's tensor operations for TensorFlow"),
+        ("tensorflow/ops", "Horovod's operations for TensorFlow: at once, or in a graph by a kernel in C++ or Python"),
         ("tensorflow/functions", "variables and objects from one rank to all"),
         ("tensorflow/util", "small helpers under the names that programs import"),
         ("tensorflow/gradients", "gradients in flat buckets, exchanged in place"),

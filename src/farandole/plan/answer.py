@@ -27,8 +27,7 @@ from .cost.held import memory_of_candidate
 from .division import nearest_degree, of_experts, of_sequences, of_shards, of_stages, of_tensor
 from .memory import PRECISIONS, STAGES, MemoryByCategory, Setting
 from .memory_page import MOST_RANKS, Choice
-from .profile import ModelProfile
-from .profile_file import read_profile, write_profile
+from .profile import ModelProfile, read_profile, write_profile
 from .search.reasons import CATEGORIES, WORDS, in_words
 from .search.result import FEWER_RANKS, PlanAnswer, PlanFamily, PredictedPlan, WhatIf
 from .search.space import SearchLayout

@@ -18,8 +18,7 @@ from ..core.vocabulary.sync_spec import MEASURED, SyncSpec
 from ..parallel.distribute import distribute as distribute_model
 from ..parallel.model import DistributedModel
 from ..parallel.optim.elementwise import why_not_elementwise
-from ..sync.local_steps import LocalSteps
-from ..sync.measured import MeasuredSync
+from ..sync.local_steps import LocalSteps, MeasuredSync
 from ..sync.server.dense.policy import ServerSync
 from .verify.verification_run import VerificationRun
 

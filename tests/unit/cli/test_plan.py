@@ -14,7 +14,7 @@ from farandole.cli.main import run
 from farandole.core.cluster_file import read_cluster, write_cluster
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
-from farandole.plan.profile_file import read_profile, write_profile
+from farandole.plan.profile import read_profile, write_profile
 from tests.unit.plan.search.models import make_cluster, make_profile
 
 MODEL = """\

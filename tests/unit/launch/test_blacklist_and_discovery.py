@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
-from farandole.launch.elastic.discovery import Discovery, parse_hosts
+from farandole.launch.elastic.driver import Discovery, parse_hosts
 from farandole.launch.elastic.roster import Blacklist
 
 

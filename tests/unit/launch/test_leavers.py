@@ -12,10 +12,10 @@ import pytest
 from farandole.core.vocabulary.run_files import Crash, events_path, stacks_path
 from farandole.launch.job.contract import JobSpec, RankSpec
 from farandole.launch.output import Output
-from farandole.launch.supervise import job_loop, local
+from farandole.launch.supervise import job_loop, ranks
 from farandole.launch.supervise.failure import Exit, find_failure
 from farandole.launch.supervise.job_loop import Outcome
-from farandole.launch.supervise.local import LeaverWatch, Left, Supervisor
+from farandole.launch.supervise.ranks import LeaverWatch, Left, Supervisor
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -87,12 +87,12 @@ class Watched:
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.directory, self.now, self.work = directory, 100.0, {10: 0.0, 12: 0.0}
         self.watch = LeaverWatch(directory)
-        monkeypatch.setattr(local, "processor_seconds", lambda process: self.work[process])
+        monkeypatch.setattr(ranks, "processor_seconds", lambda process: self.work[process])
 
     def look(self, seconds: float, *, busy: bool, left: bool = True) -> list[tuple[float, Left]]:
         found = []
-        for _ in range(int(seconds / local.LOOK_SECONDS)):
-            self.now += local.LOOK_SECONDS
+        for _ in range(int(seconds / ranks.LOOK_SECONDS)):
+            self.now += ranks.LOOK_SECONDS
             self.work[12] += 0.4 * busy
             said = self.watch.look(self.now, [Exit(1, 0, 100.0)] if left else [], {0: 10, 2: 12})
             found += [] if said is None else [(self.now, said)]
@@ -151,7 +151,7 @@ def supervise(directory: Path, text: str) -> tuple[Outcome, str]:
 
 
 def test_a_job_whose_ranks_wait_for_one_that_left_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "MEETING_SECONDS", 0.1)
+    monkeypatch.setattr(ranks, "MEETING_SECONDS", 0.1)
     begun(stacks_path(tmp_path, 0))
     outcome, _ = supervise(tmp_path, "rank or time.sleep(600)")
     assert outcome.exit_code == 1

@@ -20,8 +20,11 @@ from farandole.plan.profile import (
     TensorFacts,
     UnitGradient,
     UnitTimes,
+    profile_from_mapping,
+    profile_to_mapping,
+    read_profile,
+    write_profile,
 )
-from farandole.plan.profile_file import profile_from_mapping, profile_to_mapping, read_profile, write_profile
 
 _UNIT = ModelUnit(
     name="layers.0",

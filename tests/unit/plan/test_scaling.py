@@ -17,7 +17,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.plan.answer import write_inputs
 from farandole.plan.candidate import Candidate
 from farandole.plan.cost.predict import predict
-from farandole.plan.profile_file import write_profile
+from farandole.plan.profile import write_profile
 from farandole.plan.scaling import (
     FailureModel,
     ScaleAnswer,

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map
 
 from farandole.bench.models import Bottleneck
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.plan.profile import ModelProfile
-from farandole.plan.profile_file import profile_to_mapping, read_profile, write_profile
+from farandole.plan.profile import ModelProfile, profile_to_mapping, read_profile, write_profile
 from farandole.train.analysis.analyse import analyse
 from farandole.train.analysis.fake_pass import fake_mode, make_fake, run_pass
 from farandole.train.analysis.measure import Timing, fit, measure_units

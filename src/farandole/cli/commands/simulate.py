@@ -16,8 +16,7 @@ from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import parse_bytes, parse_seconds, read_option
 from ...plan.answer import cluster_path, profile_path
-from ...plan.profile import ModelProfile
-from ...plan.profile_file import read_profile
+from ...plan.profile import ModelProfile, read_profile
 from ...plan.scaling import (
     MODES,
     RESTART_SECONDS,

@@ -23,7 +23,7 @@ from .text import did_you_mean
 
 EVERY_STEP: Final = "every_step"
 MEASURED: Final = "auto"
-"""Begins with each step, and chooses by what was measured: see `sync.measured`."""
+"""Begins with each step, and chooses by what was measured: see `sync.local_steps`."""
 MEASURED_CODEC: Final = "int4"
 """What its local steps send: four bits lose next to nothing of what ranks changed (Douillard 2501.18512)."""
 DEFAULT_STEPS: Final = 30

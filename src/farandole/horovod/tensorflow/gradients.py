@@ -29,12 +29,11 @@ from ..exchange.layouts import FlatBucket, Place, layouts
 from ..exchange.settings import GradientSettings
 from ..exchange.step_watch import Mark, Round, quietly, tell
 from ..named_gradients import NamedGradients, Sent
-from .calls.call import Library, OperationCall, find_library
-from .calls.run import name_here, run_plain
-from .calls.scalars import torch_type
 from .errors import translated
 from .installed import tf
+from .ops.call import Library, OperationCall, find_library, torch_type
 from .ops.inputs import size_of
+from .ops.run import name_here, run_plain
 
 _MARK = "_farandole_exchanged"
 """An attribute of tensors."""

@@ -7,9 +7,9 @@ from ..common.basics import basics
 from ..common.names import *  # noqa: F403 - what every front end has
 from ..common.reductions import handle_average_backwards_compatibility
 from ..common.util import check_extension, gpu_available, num_rank_is_power_2, split_list
-from .calls.scalars import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .compression import Compression
 from .ops.allreduce import allreduce, broadcast, broadcast_, grouped_allreduce, join
+from .ops.call import local_rank_op, local_size_op, process_set_included_op, rank_op, size_op
 from .ops.gather_scatter import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 
 _basics = basics

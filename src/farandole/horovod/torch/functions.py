@@ -13,7 +13,7 @@ from ..common import objects
 from ..common.basics import basics
 from ..common.objects import broadcast_object as broadcast_object  # noqa: PLC0414 - of this module, too
 from ..common.process_sets import ProcessSet  # noqa: F401 - scripts import names of Horovod from here
-from .ops.broadcast import broadcast, broadcast_async_  # noqa: F401 - the same
+from .ops.allreduce import broadcast, broadcast_async_  # noqa: F401 - the same
 from .ops.gather_scatter import allgather  # noqa: F401 - the same
 from .ops.handles import synchronize, wait_for_all
 

@@ -19,17 +19,21 @@ from ..common.util import (
 from .compression import Compression
 from .ops.allreduce import (
     HorovodAllreduce,
+    HorovodBroadcast,
     HorovodGroupedAllreduce,
     allreduce,
     allreduce_,
     allreduce_async,
     allreduce_async_,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
 )
-from .ops.broadcast import HorovodBroadcast, broadcast, broadcast_, broadcast_async, broadcast_async_
 from .ops.gather_scatter import (
     HorovodAllgather,
     HorovodAlltoall,

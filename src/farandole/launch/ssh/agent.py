@@ -15,8 +15,7 @@ from ...core.env import inherited_environment
 from ...core.vocabulary.run_files import read_crashes
 from ..job.placement import available_cores, bind_ranks, crowding_warnings, threads_per_rank
 from ..supervise.failure import Exit
-from ..supervise.local import CRASH_POLL_SECONDS
-from ..supervise.ranks import HostRanks, PassOn
+from ..supervise.ranks import CRASH_POLL_SECONDS, HostRanks, PassOn
 from .agent_base import Agent, serve
 from .link.frames import Channel, Message
 from .link.protocol import pack_crash, unpack_job, unpack_place

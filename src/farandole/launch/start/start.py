@@ -43,7 +43,7 @@ from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
 from ..ssh.job import RemoteJobSpec
 from ..supervise.job_loop import Outcome
-from ..supervise.local import Supervisor
+from ..supervise.ranks import Supervisor
 from ..supervise.stacks import read_current_stacks
 from .placing import (
     PlacedJob,

@@ -2,8 +2,8 @@
 
 [Note: what a step does] In step t a rank runs all forward passes of batch t, and the backward passes that
 `core.schedule_simulation` puts between them: the last ones of batch t - 1 and the first ones of batch t. Then
-batch t - 1 has ended everywhere, and its gradients become those of the parameters. Its passes used the weights from
-before the last update: W(t + 1) = W(t) - update by the gradient of batch t - 1 at W(t - 1).
+batch t - 1 has ended everywhere, and its gradients become those of the parameters. Its passes used the weights
+from before the last update: W(t + 1) = W(t) - update by the gradient of batch t - 1 at W(t - 1).
 
 [Note: no waiting for all] Nothing in a step may wait for all ranks, or there would be a flush after all. Whether
 the ranks were given the same batch is found out in two ways: each rank compares with the rank before it, before it

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.run_files import stay_while
-from .host import MakeService, ServiceHost
-from .loop import Limits, ServerLoop, SnapshotWriter, read_snapshot
+from .loop import Limits, MakeService, ServerLoop, ServiceHost, SnapshotWriter, read_snapshot
 
 RESTORED_SECONDS = 120.0
 """For clients to call a server that was restored: they do when they next need it, after a step of computing."""

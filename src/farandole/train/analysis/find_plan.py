@@ -26,8 +26,7 @@ from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import did_you_mean
 from ...plan.answer import write_answer, write_inputs
-from ...plan.profile import ModelProfile
-from ...plan.profile_file import read_profile
+from ...plan.profile import ModelProfile, read_profile
 from ...plan.search.decide import Measured, search, to_try, with_trials
 from ...plan.search.result import Goal, PlanAnswer, SearchRequest
 from .analyse import analyse

@@ -26,7 +26,7 @@ from ...parallel.pipeline.apply import refuse_open_batch
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import resume_schedule
 from ...parallel.zero.sharded_step import load_weight_residuals, packs_weights, warn_of_lost_weights
-from ...sync.rows.checkpointed import SavedTables
+from ...sync.rows.table import SavedTables
 from .agreement import find_manifest, named, together, with_offer
 from .later_copy import WriterPool
 from .optimizers import different_groups, load_optimizer, require_like, state_reference, without_parameters

@@ -50,7 +50,7 @@ from ...core.vocabulary.run_files import SavesAccount
 from ...core.vocabulary.text import write_notice
 from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import refuse_open_batch
-from ...sync.rows.checkpointed import tell_left_out
+from ...sync.rows.table import tell_left_out
 from ...version import VERSION
 from .agreement import together, together_saying
 from .later_copy import LaterCopies, LaterCopy, MemoryFile, WriterPool, copy_to_memory, whole_items

@@ -33,8 +33,7 @@ from ...parallel.model import DistributedModel
 from ...parallel.split import Split, split_of
 from ...parallel.train_schedule import scheduled_steps
 from ...parallel.zero.sharded_step import weight_residuals
-from ...sync.rows.checkpointed import TableState, tables_in
-from ...sync.rows.table import RowTable
+from ...sync.rows.table import RowTable, TableState, tables_in
 from ..loop import rank_seed
 from .optimizers import merge_optimizers, parameter_names, plain_parameters, read_optimizer
 from .values import ELSEWHERE, TensorsAside, entries, tensor_names

@@ -21,8 +21,7 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.core.vocabulary.units import format_bytes
 from farandole.plan.candidate import Candidate, Prediction
 from farandole.plan.cost.predict import predict
-from farandole.plan.profile import ModelProfile
-from farandole.plan.profile_file import write_profile
+from farandole.plan.profile import ModelProfile, write_profile
 from farandole.plan.search.bounds import Bounds
 from farandole.plan.search.decide import search
 from farandole.plan.search.refine import refined
@@ -452,7 +451,7 @@ def test_4096_ranks_are_searched_in_ten_seconds_and_a_gigabyte(tmp_path: Path) -
     script = """
 import sys, time
 from farandole.core.cluster_presets import preset_cluster
-from farandole.plan.profile_file import read_profile
+from farandole.plan.profile import read_profile
 from farandole.plan.search.decide import search
 from farandole.plan.search.result import SearchRequest
 begin = time.process_time()

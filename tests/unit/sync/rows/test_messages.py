@@ -13,8 +13,7 @@ from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import FarandoleError
 from farandole.sync.rows import shard
 from farandole.sync.rows import table as table_module
-from farandole.sync.rows.copies import RowCopy
-from farandole.sync.rows.links import LocalShards
+from farandole.sync.rows.links import LocalShards, RowCopy
 from farandole.sync.rows.service import RowService, TablesService
 from farandole.sync.rows.table import RowTable
 from farandole.sync.server.channel import ServerMessage

@@ -13,7 +13,7 @@ from farandole.core.vocabulary.errors import ConfigError, FarandoleError, Mismat
 from farandole.sync.rows.service import SERVICE, RowService, TablesService
 from farandole.sync.rows.store import IdIndex, key_of, owners, pack_ids, unpack_ids
 from farandole.sync.server.channel import ServerMessage
-from farandole.sync.server.host import ServiceHost
+from farandole.sync.server.loop import ServiceHost
 
 RULES = {
     "dim": 2, "optimizer": "sgd:lr=1", "admit": 1, "expire_seconds": None, "init_std": 0.0, "key": 5,

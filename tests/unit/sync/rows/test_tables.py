@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.sync.rows.copies import RowChanges, RowCopy
+from farandole.sync.rows.links import RowChanges, RowCopy
 from farandole.sync.rows.service import RowService
 from farandole.sync.rows.shard import RowOptimizer, RowRules
 from farandole.sync.rows.table import RowTable
@@ -205,7 +205,7 @@ def test_a_copy_takes_touched_rows_alone() -> None:
 
 def test_a_copy_gives_the_places_of_removed_rows_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a generated program of rows that come, change, go and come again."""
-    monkeypatch.setattr("farandole.sync.rows.copies._LEAST_COMPACTED", 4)
+    monkeypatch.setattr("farandole.sync.rows.links._LEAST_COMPACTED", 4)
     random_ids = random.Random(5)
     rows: dict[int, float] = {}
     served = RowCopy(1)

@@ -10,7 +10,7 @@ import torch
 
 from farandole.core.framing import FrameError
 from farandole.sync.server.channel import ServerMessage
-from farandole.sync.server.host import ServiceHost
+from farandole.sync.server.loop import ServiceHost
 from tests.unit.sync.server.ledger import Ledger
 
 CONFIG: Mapping[str, Any] = {"elements": 2}

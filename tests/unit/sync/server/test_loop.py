@@ -15,10 +15,8 @@ import torch
 from farandole.core.vocabulary.errors import PeerLost
 from farandole.sync.server import loop
 from farandole.sync.server.channel import ServerMessage
-from farandole.sync.server.client import ServerClient, wait_for
-from farandole.sync.server.host import ServiceHost
-from farandole.sync.server.loop import Limits, ServerLoop, SnapshotWriter, read_snapshot
-from farandole.sync.server.start import ServerPlace
+from farandole.sync.server.client import ServerClient, ServerPlace, wait_for
+from farandole.sync.server.loop import Limits, ServerLoop, ServiceHost, SnapshotWriter, read_snapshot
 from tests.unit.sync.server.ledger import Ledger
 
 KEY, ELEMENTS = bytes(range(32)), 2

@@ -18,10 +18,16 @@ import torch
 
 import farandole
 from farandole.core.vocabulary.errors import ConfigError, LaunchError, PeerLost
-from farandole.sync.server import start
-from farandole.sync.server.client import ServerClient, wait_for
+from farandole.sync.server import client
+from farandole.sync.server.client import (
+    ServerClient,
+    ServerPlace,
+    ServerProcess,
+    make_directory,
+    start_server,
+    wait_for,
+)
 from farandole.sync.server.loop import Limits
-from farandole.sync.server.start import ServerPlace, ServerProcess, make_directory, start_server
 
 KEY = bytes(range(32))
 ELEMENTS = 5
@@ -205,7 +211,7 @@ ORPHAN = """
 import os, sys
 sys.path.insert(0, sys.argv[2])
 from farandole.sync.server.loop import Limits
-from farandole.sync.server.start import ServerPlace, start_server
+from farandole.sync.server.client import ServerPlace, start_server
 place = ServerPlace(0, "here", "127.0.0.1", sys.argv[1], [0], {}, Limits(0.0, 0.5, 60.0, 1 << 20))
 print(start_server(place, b"key")[1].pid, flush=True)
 os._exit(1)
@@ -230,13 +236,13 @@ def test_a_server_ends_whose_starter_ends_before_any_rank_has_called(tmp_path: P
 def test_a_server_that_never_listens_is_an_error_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(start, "START_SECONDS", 0.3)
+    monkeypatch.setattr(client, "START_SECONDS", 0.3)
     for code, why in (
         ("import time; time.sleep(60)", "it said nothing for 0.3 s"),
         ("import sys; sys.exit('no room')", "no room"),
         ("import os; os.kill(os.getpid(), 9)", "it was killed"),
     ):
-        monkeypatch.setattr(start, "_START", code)
+        monkeypatch.setattr(client, "_START", code)
         begin = time.monotonic()
         with pytest.raises(LaunchError, match=f"server 0 on here did not start: {why}"):
             Running(tmp_path)

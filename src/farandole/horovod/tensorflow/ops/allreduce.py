@@ -21,12 +21,12 @@ from ...common.reductions import (
     handle_average_backwards_compatibility,
     reduction_of,
 )
-from ..calls.call import OperationCall
-from ..calls.run import name_here, run
 from ..compression import Compression
 from ..installed import tf
+from .call import OperationCall
 from .gather_scatter import allgather
 from .inputs import as_tensor, as_tensors, check_group, list_of_variables, not_converted, rank_in, size_of
+from .run import name_here, run
 
 
 @not_converted

@@ -8,10 +8,9 @@ from typing import Any
 from ...common.compression import CodecCompressor, check_compression, name_of
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, Sum, check_sum_or_average, reduction_of
-from ..calls.call import OperationCall
-from ..calls.run import run
 from ..compression import Compression
 from ..installed import tf
+from .call import OperationCall
 from .inputs import (
     as_tensor,
     as_tensors,
@@ -23,6 +22,7 @@ from .inputs import (
     rows_unknown,
     size_of,
 )
+from .run import run
 
 
 @not_converted

@@ -7,9 +7,9 @@ from typing import Any, TypeVar, cast
 
 from ....core.env import read_elastic_settings
 from ...common.process_sets import ProcessSet
-from ..calls.scalars import set_rank_op, size_op, torch_type
 from ..errors import raised_in_eager
 from ..installed import tf
+from .call import set_rank_op, size_op, torch_type
 
 F = TypeVar("F", bound=Callable[..., Any])
 

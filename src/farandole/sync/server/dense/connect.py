@@ -18,9 +18,8 @@ from ....core.env import SECRET, read_job_secret, read_run_settings
 from ....core.framing import keyed_hash
 from ....core.vocabulary.errors import LaunchError
 from ....core.vocabulary.sync_spec import SyncSpec
-from ..client import ServerClient
+from ..client import ServerClient, ServerPlace, ServerProcess, make_directory, start_server
 from ..loop import Limits
-from ..start import ServerPlace, ServerProcess, make_directory, start_server
 from . import clock_service, shard
 
 GRACE_SECONDS: Final = 3.0

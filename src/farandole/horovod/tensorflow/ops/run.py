@@ -26,8 +26,18 @@ from ...common.operations import begin, wait
 from ...exchange.layouts import layouts
 from ..errors import code_of, failures, refuse_session, translated
 from ..installed import tf
-from .call import Library, OperationCall, find_library
-from .scalars import from_array, from_eager, from_memory, generation, to_array, to_eager, torch_type
+from .call import (
+    Library,
+    OperationCall,
+    find_library,
+    from_array,
+    from_eager,
+    from_memory,
+    generation,
+    to_array,
+    to_eager,
+    torch_type,
+)
 
 _IN_XLA = (
     "{title}: an exchange between processes cannot be inside an XLA program: use jit_compile=False, as in "
