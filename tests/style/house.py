@@ -178,7 +178,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("tensorflow/installed", "TensorFlow itself: a missing one, or one too old, is one clear error"),
         ("tensorflow/errors", "errors that are Horovod's and TensorFlow's"),
         ("tensorflow/compression", "Horovod's compressors for TensorFlow's tensors"),
-        ("tensorflow/ops", "Horovod's operations for TensorFlow: at once, or in a graph by a kernel in C++ or Python"),
+        ("tensorflow/ops", "Horovod's operations for TensorFlow: at once, or in a graph by a kernel in C++"),
         ("tensorflow/functions", "variables and objects from one rank to all"),
         ("tensorflow/util", "small helpers under the names that programs import"),
         ("tensorflow/gradients", "gradients in flat buckets, exchanged in place"),
