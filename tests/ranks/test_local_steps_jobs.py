@@ -21,7 +21,8 @@ here = fd.init()
 torch.manual_seed(4)
 model = nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
 optimizer = torch.optim.AdamW(model.parameters(), 0.01)
-plan = fd.Plan(sync="diloco:H=3", codec="int4") if what != "every" else fd.Plan()
+plan = {"every": fd.Plan(), "measured": fd.Plan(sync="auto", codec="auto", lossy=True)}.get(
+    sys.argv[3], fd.Plan(sync="diloco:H=3", codec="int4"))
 fd.distribute(model, optimizer, plan)
 x = torch.randn(60, 6, generator=torch.Generator().manual_seed(1))
 loader = fd.shard(DataLoader(TensorDataset(x, x[:, :3].sin()), batch_size=6), split=True)
@@ -110,14 +111,23 @@ def test_the_end_says_how_many_meetings_there_were_and_what_that_is_not(tmp_path
 
 @pytest.mark.full("slow")
 @patient
-def test_other_numbers_of_ranks_and_other_plans_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "jobs",
+    [
+        ((2, "save", ""), (3, "load", ""), (1, "load", ""), (2, "load", "every"), (2, "load", "")),
+        ((2, "save", "measured"), (3, "load", "measured"), (1, "load", "measured"), (3, "load", "")),
+    ],
+    ids=["rarely", "not chosen yet"],
+)
+def test_other_numbers_of_ranks_and_other_plans_go_on_from_a_checkpoint(
+    jobs: tuple[tuple[int, str, str], ...], tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(RESUME)
     said = []
-    for size, what in ((2, "save"), (3, "load"), (1, "load"), (2, "every"), (2, "load")):
-        done = run(
-            tmp_path, "run", "-np", str(size), "--", sys.executable, str(script), what, str(tmp_path / "saved")
-        )
+    for size, what, plan in jobs:
+        command = ("--", sys.executable, str(script), what, str(tmp_path / "saved"), plan)
+        done = run(tmp_path, "run", "-np", str(size), *command)
         assert done.returncode == 0, done.stderr
         said.append(re.findall(r"has (\S+)", done.stdout))
     assert said[0]

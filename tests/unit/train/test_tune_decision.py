@@ -25,6 +25,7 @@ from farandole.train.tune.decision import (
     gain_of,
     slowest,
 )
+from farandole.train.tune.outcome import total_gain
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)
@@ -232,6 +233,7 @@ def test_what_several_settings_gained_is_measured_against_the_first_and_a_loss_i
     assert rolled.overall.is_loss, rolled.overall
     assert rolled.incumbent == START, "back to the settings at first"
     assert not [trial for trial in rolled.trials if trial.verdict == ADOPTED], "none is called a gain any more"
+    assert total_gain(rolled) is None, "nothing is said to be shorter by a loss"
 
 
 def divided(*, room: bool, most: int = 8) -> PatternSearch:

@@ -393,7 +393,8 @@ class _Loading:
             return dict(states[self._here.rank])
         if not states:
             return {}
-        codecs = {name: merge([each["codecs"][name] for each in states]) for name in states[0]["codecs"]}
+        kept = [each.get("codecs", {}) for each in states]  # none before sync "auto" has chosen local steps
+        codecs = {name: merge([each[name] for each in kept]) for name in kept[0]}
         return {**states[0], "codecs": codecs}
 
     def _apply_exchange(self, restore: Any) -> None:

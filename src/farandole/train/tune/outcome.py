@@ -109,10 +109,10 @@ class TuningRecord:
 
 def total_gain(decision: TuneDecision[ExchangeKeys]) -> StepGain | None:
     """Return what all adopted settings gained together: as measured, else one after the other; None: none was."""
-    if decision.overall is not None:
+    adopted = [trial.gain for trial in decision.trials if trial.verdict == ADOPTED and trial.gain is not None]
+    if adopted and decision.overall is not None:
         return decision.overall
     left, low, high = 1.0, 1.0, 1.0
-    adopted = [trial.gain for trial in decision.trials if trial.verdict == ADOPTED and trial.gain is not None]
     for gain in adopted:
         left *= 1 - gain.share
         low *= 1 - gain.interval[1]
