@@ -25,7 +25,7 @@ from farandole.core.vocabulary.events import Exchange
 from farandole.core.vocabulary.sync_spec import SyncSpec
 from farandole.parallel.model import DistributedModel
 from farandole.sync.local_steps import TIMED_STEPS, LocalSteps, MeasuredSync
-from farandole.train.tune.outcome import why_not
+from farandole.train.tuner import why_not
 from tests.ranks import sync_loop
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_close, assert_same_bits, data, mlp

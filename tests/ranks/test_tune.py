@@ -23,10 +23,9 @@ from farandole.core.env import TUNE, TuneSettings, changed_environment
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import TUNED_PLAN
 from farandole.parallel.model import DistributedModel
+from farandole.train import tuner
 from farandole.train.data.worker_cores import TunedLoaders, WorkerTrials
-from farandole.train.tune import online
-from farandole.train.tune.online import OnlineTuner
-from farandole.train.tune.outcome import ExchangeSwitch
+from farandole.train.tuner import ExchangeSwitch, OnlineTuner
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits, own
 
@@ -53,7 +52,7 @@ def tuned(tmp_path: str, settings: TuneSettings = ALL) -> Iterator[SimpleNamespa
     clock = SimpleNamespace(now=0.0)
     clock.monotonic = lambda: clock.now
     with changed_environment({TUNE: settings.to_text()}), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(online, "time", clock)
+        patch.setattr(tuner, "time", clock)
         patch.setattr(ExchangeSwitch, "wait_seconds", property(lambda switch: 1.0))
         fd.init(run_dir=tmp_path)
         yield clock
@@ -210,7 +209,7 @@ def test_codecs_and_routes_are_tried_and_nothing_that_was_not_sent_is_lost(tmp_p
 
         # What the step model says of a host whose ranks share memory is that nothing is faster: made to like both.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("farandole.train.tune.online.rank_by_prediction", _flat_then_int8)
+            patch.setattr("farandole.train.tuner.rank_by_prediction", _flat_then_int8)
             train(model, optimizer, 80, after)
         found = outcome(directory)
         assert seen >= {("shared", "none"), ("flat", "none"), ("flat", "int8")}, seen

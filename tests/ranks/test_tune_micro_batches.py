@@ -13,7 +13,7 @@ from torch import nn
 import farandole as fd
 from farandole.core.env import TuneSettings
 from farandole.parallel.model import DistributedModel
-from farandole.train.tune import online
+from farandole.train import tuner
 from tests.ranks.pool import ranks
 from tests.ranks.reference import assert_same_bits
 from tests.ranks.test_tune import outcome, tuned
@@ -94,7 +94,7 @@ def test_a_planted_best_number_is_found_and_results_are_those_of_the_plan(
     named: dict[str, Any] = {"count": lambda targets: (targets != -100).sum()} if counts else {}
     named["batches"] = whole_batches if planned > 1 else ignoring
     with tuned(directory, SETTINGS) as clock, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(online, "has_room", lambda *_: True)
+        patch.setattr(tuner, "has_room", lambda *_: True)
         model, seen = Passes(), []
 
         def after(passes: int) -> None:

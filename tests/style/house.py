@@ -141,8 +141,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "checks of a distributed training: equal parameters, sharded data, gradients against one process",
         ),
         ("analysis", "any model as the planner sees it: passes, memory, seconds; plans and micro-batches tried"),
-        ("tune", "settings that change while a training runs: candidates, blocks of steps, and the decision"),
-        (".", "`fd.init`, records, progress, phases, preemption: one file each"),
+        (".", "`fd.init`, records, progress, phases, the tuner, preemption: one file each"),
         ("checkpoint", "safetensors, a manifest with hashes, one rename; any plan loads into any other"),
     ],
     "bench": [

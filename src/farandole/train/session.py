@@ -61,7 +61,7 @@ from .equal_models import EqualModels, UndistributedWatch
 from .same_data import FirstBatch
 from .stall_watcher import StallWatcher
 from .trackers import LogWith, Trackers
-from .tune.online import OnlineTuner, open_tuner
+from .tuner import OnlineTuner, open_tuner
 from .verify.verification_run import VerificationRun
 
 # The account of a process that ends by an uncaught exception, and where it stands when the launcher asks.

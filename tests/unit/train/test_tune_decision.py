@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from farandole.core.bucket_plan import ExchangeKeys
-from farandole.train.tune.decision import (
+from farandole.train.tune_decision import (
     ADOPTED,
     FAILED,
     NOISE,
@@ -25,10 +25,11 @@ from farandole.train.tune.decision import (
     gain_of,
     slowest,
 )
-from farandole.train.tune.outcome import total_gain
+from farandole.train.tuner import total_gain
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)
+BEGIN = BlockOrder(START, 0, 5, "")
 SIZES = bucket_grid(64 * MIB)
 NAMES = ("bucket_bytes", "first_bucket_bytes", "route", "connections")
 Cost = Callable[[ExchangeKeys, int], float]
@@ -45,10 +46,10 @@ def played(
     *,
     total: int | None = None,
     steps: int = 5000,
-) -> TuneDecision[ExchangeKeys]:
+) -> TuneDecision:
     """Let a decision run a job whose steps take `cost(keys, step)` seconds, three quarters of it exposed."""
     decision = TuneDecision(START, PatternSearch(predicted, SIZES, NAMES), limits)
-    order: BlockOrder[ExchangeKeys] = decision.begin()
+    order = BEGIN
     step = 3
     while not order.is_last and step < steps:
         seconds = [cost(order.setting, step + i) for i in range(order.skip + order.count)]
@@ -117,12 +118,9 @@ def test_a_gain_that_is_gone_after_the_switch_is_rolled_back() -> None:
     assert decision.trials[0].gain.is_loss, "it is a loss"
 
 
-def answered(
-    blocks: list[StepBlock], limits: TuneLimits
-) -> tuple[TuneDecision[ExchangeKeys], list[BlockOrder[ExchangeKeys]]]:
+def answered(blocks: list[StepBlock], limits: TuneLimits) -> tuple[TuneDecision, list[BlockOrder]]:
     """Give a decision these blocks, whatever it asked for."""
     decision = TuneDecision(START, PatternSearch([with_size(16 * MIB)], SIZES, NAMES), limits)
-    decision.begin()
     return decision, [decision.take(block, 8 + 7 * i, 10_000) for i, block in enumerate(blocks)]
 
 
@@ -165,7 +163,7 @@ def test_a_known_run_keeps_to_its_budget_or_makes_one_trial() -> None:
 def test_without_a_known_end_trials_wait_until_they_are_allowed() -> None:
     limits = TuneLimits(budget=0.02, trials=3)
     decision = TuneDecision(START, PatternSearch([], SIZES, NAMES), limits)
-    order, step, spent = decision.begin(), 3, 0
+    order, step, spent = BEGIN, 3, 0
     while not order.is_last:
         steps = order.skip + order.count
         step += steps
@@ -262,7 +260,7 @@ def test_micro_batches_are_halved_where_there_is_memory_and_doubled_up_to_the_ba
 
 def test_hidden_communication_ends_nothing_while_micro_batches_are_left() -> None:
     decision = TuneDecision(START, divided(room=False), TuneLimits(budget=1.0))
-    order, step = decision.begin(), 3
+    order, step = BEGIN, 3
     while not order.is_last:
         step += order.skip + order.count
         seconds = (0.1 / order.setting.micro_batches,) * order.count
@@ -275,7 +273,6 @@ def test_hidden_communication_ends_nothing_while_micro_batches_are_left() -> Non
 
 def test_what_turns_out_to_change_results_is_withdrawn() -> None:
     decision = TuneDecision(START, divided(room=False), TuneLimits(budget=1.0))
-    decision.begin()
     for i, seconds in enumerate((0.1, 0.05, 0.1, 0.05)):
         order = decision.take(StepBlock((seconds,) * 5, 0.0), 8 + 7 * i, None)
     assert decision.incumbent.micro_batches == 2, decision.trials

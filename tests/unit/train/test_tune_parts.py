@@ -21,9 +21,17 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.observe.figures.summary import read_tuning, trial_rows, tuning_page, verdict_of
 from farandole.observe.records.progress import progress_line
 from farandole.train.data.worker_cores import LEAST_BATCHES, WorkerTrials
-from farandole.train.tune.decision import PatternSearch, StepBlock, TuneDecision, TuneLimits, bucket_grid
-from farandole.train.tune.online import _judge, layout_of, predicted_seconds, rank_by_prediction
-from farandole.train.tune.outcome import TuneHistory, TuningRecord
+from farandole.train.tune_decision import (
+    PatternSearch,
+    StepBlock,
+    TuneDecision,
+    TuneLimits,
+    bucket_grid,
+    layout_of,
+    predicted_seconds,
+    rank_by_prediction,
+)
+from farandole.train.tuner import TuneHistory, TuningRecord, _judge
 
 MIB = 2**20
 START = ExchangeKeys(4 * MIB, MIB, "none", "flat", 1, 1)
@@ -224,7 +232,6 @@ def finished() -> TuningRecord:
     decision = TuneDecision(
         START, PatternSearch([replace(START, bucket_bytes=MIB)], SIZES, SETTINGS), TuneLimits(trials=1)
     )
-    decision.begin()
     step = 8
     for seconds in (0.1, 0.08, 0.1, 0.08):
         step += 7

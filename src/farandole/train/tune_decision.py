@@ -19,13 +19,14 @@ import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Generic, Protocol, TypeVar
 
-from ...core.bucket_plan import ExchangeKeys
-from ...core.step_model import Interval, nested_ratio
-from ...core.vocabulary.codec_spec import NONE
-
-T = TypeVar("T")
+from ..comm.autotune.autotuner import FASTEST_SLACK, assign_codecs
+from ..comm.autotune.profile import Look
+from ..core.bucket_plan import BucketPlan, ExchangeKeys
+from ..core.step_model import CANDIDATES, Interval, StepProfile, buckets_of, nested_ratio, predict_step
+from ..core.vocabulary.codec_spec import NONE
+from ..core.vocabulary.errors import PlanError
+from ..core.vocabulary.spec import Plan
 
 ROUNDS = 3
 _LEAST_GAIN = 0.005
@@ -59,10 +60,10 @@ class TuneLimits:
 
 
 @dataclass(frozen=True)
-class BlockOrder(Generic[T]):
+class BlockOrder:
     """What to do until the ranks meet again."""
 
-    setting: T
+    setting: ExchangeKeys
     skip: int
     """Steps that are not counted."""
     count: int
@@ -74,11 +75,11 @@ class BlockOrder(Generic[T]):
 
 
 @dataclass
-class SettingTrial(Generic[T]):
+class SettingTrial:
     """One setting that was tried."""
 
-    setting: T
-    instead_of: T
+    setting: ExchangeKeys
+    instead_of: ExchangeKeys
     step: int
     """The step before the trial."""
     before: list[tuple[float, ...]] = field(default_factory=list)
@@ -89,27 +90,14 @@ class SettingTrial(Generic[T]):
     gain: StepGain | None = None
 
 
-class SettingSearch(Protocol[T]):
-    """What says which setting to try next."""
-
-    def next(self, incumbent: T, *, is_exchange_hidden: bool) -> T | None:
-        """Return a setting that was not tried yet; None: nothing is left.
-
-        `is_exchange_hidden`: no change of the exchange alone can gain anything.
-        """
-
-    def has_more(self, incumbent: T) -> bool:
-        """Return whether there is one that can gain something where the exchange is hidden."""
-
-
-class TuneDecision(Generic[T]):
+class TuneDecision:
     """Decides for all ranks, on one of them."""
 
-    def __init__(self, start: T, search: SettingSearch[T], limits: TuneLimits) -> None:
-        self._search, self._limits = search, limits
+    def __init__(self, start: ExchangeKeys, search: PatternSearch, limits: TuneLimits) -> None:
+        self.search, self._limits = search, limits
         self.start = self.incumbent = start
         """The setting in force; trials are compared with it."""
-        self.trials: list[SettingTrial[T]] = []
+        self.trials: list[SettingTrial] = []
         self.stopped = ""
         """Why nothing is tried any more; empty while something is."""
         self.is_cut_short = True
@@ -121,14 +109,10 @@ class TuneDecision(Generic[T]):
         self.first_block: StepBlock | None = None
         self.block: StepBlock | None = None
         """The newest of the setting in force."""
-        self._trial: SettingTrial[T] | None = None
-        self._expects: Callable[[StepBlock, int, int | None], BlockOrder[T]] = self._take_incumbent
+        self._trial: SettingTrial | None = None
+        self._expects: Callable[[StepBlock, int, int | None], BlockOrder] = self._take_incumbent
 
-    def begin(self) -> BlockOrder[T]:
-        """Return the first order: steps as they are."""
-        return BlockOrder(self.start, 0, self._limits.block_steps, "measuring steps as they are")
-
-    def take(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def take(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """Take the block that the last order asked for.
 
         Args:
@@ -138,13 +122,13 @@ class TuneDecision(Generic[T]):
         """
         return self._expects(block, step, total_steps)
 
-    def abandon(self, why: str) -> BlockOrder[T]:
+    def abandon(self, why: str) -> BlockOrder:
         """Try nothing more: something changed that the blocks so far say nothing of."""
         if self._trial is not None and not self._trial.verdict:
             self._close(self._trial, NOT_FINISHED, why)
         return self._finish(why)
 
-    def withdraw(self, why: str) -> BlockOrder[T]:
+    def withdraw(self, why: str) -> BlockOrder:
         """Go back to the settings at first for good: something that was taken turned out to change results."""
         for trial in self._adopted:
             self._close(trial, ROLLED_BACK, why)
@@ -153,7 +137,7 @@ class TuneDecision(Generic[T]):
 
     # -- what blocks are of ------------------------------------------------------------------------
 
-    def _take_incumbent(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_incumbent(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """A block of the setting in force, with no trial open."""
         self.first_block = self.first_block or block
         self.block = block
@@ -161,7 +145,7 @@ class TuneDecision(Generic[T]):
             return self._finish(f"{block.alarm}, with nothing being tried")
         return self._try_next(block, step, total_steps)
 
-    def _take_trial(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_trial(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """A block of the setting that is being tried."""
         trial = self._open_trial
         self.spent_steps += self._limits.trial_steps
@@ -170,12 +154,13 @@ class TuneDecision(Generic[T]):
             return self._back(f"{block.alarm}: back")
         trial.tried.append(block.seconds)
         if block.median_seconds > _HOPELESS * self._block.median_seconds:
-            self._close(trial, SLOWER, "", trial.tried[-1])
+            trial.gain = gain_of([block.seconds], [self._block.seconds])
+            self._close(trial, SLOWER, "")
             return self._back("slower: back")
         self._expects = self._take_after
         return self._order(self.incumbent, "steps after a trial")
 
-    def _take_after(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_after(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """A block of the setting in force that ends a round of a trial."""
         trial, before, self.block = self._open_trial, self._block, block
         if block.alarm:
@@ -193,7 +178,7 @@ class TuneDecision(Generic[T]):
         self._close(trial, SLOWER if gain.is_loss else NOISE, "")
         return self._try_next(block, step, total_steps)
 
-    def _take_confirmation(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_confirmation(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """The first block of a setting that was taken."""
         trial, before = self._open_trial, self._block
         if block.alarm:
@@ -208,13 +193,13 @@ class TuneDecision(Generic[T]):
         self.incumbent, self.block = trial.setting, block
         return self._try_next(block, step, total_steps)
 
-    def _take_first_setting(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_first_setting(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """At the end: a block of the settings at first."""
         self.spent_steps += self._limits.trial_steps
         self._expects = partial(self._take_last, block)
         return self._order(self.incumbent, "comparing with the settings at first")
 
-    def _take_last(self, first: StepBlock, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _take_last(self, first: StepBlock, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         """The last block of the setting in force, after one of the settings at first."""
         self.overall = gain_of([(*self._block.seconds, *block.seconds)], [first.seconds])
         self.block = block
@@ -226,13 +211,13 @@ class TuneDecision(Generic[T]):
 
     # -- what comes next ---------------------------------------------------------------------------
 
-    def _try_next(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _try_next(self, block: StepBlock, step: int, total_steps: int | None) -> BlockOrder:
         self._trial = None
         if len(self.trials) >= self._limits.trials:
             return self._end(f"{self._limits.trials} trials were made", step, total_steps)
         most, noise = block.exposed_share, _noise(block)
         is_hidden = most < max(_LEAST_GAIN, noise)
-        if is_hidden and not self._search.has_more(self.incumbent):
+        if is_hidden and not self.search.has_more(self.incumbent):
             self.is_cut_short = most >= _LEAST_GAIN
             gain = f"steps vary by more ({noise:.1%})" if self.is_cut_short else "no more can be gained"
             text = f"ranks wait for communication in only {most:.1%} of a step: {gain}"
@@ -247,7 +232,7 @@ class TuneDecision(Generic[T]):
             return BlockOrder(
                 self.incumbent, max(0, wait), self._limits.block_steps, f"waiting until step {step + wait}"
             )
-        setting = self._search.next(self.incumbent, is_exchange_hidden=is_hidden)
+        setting = self.search.next(self.incumbent, is_exchange_hidden=is_hidden)
         if setting is None:
             self.is_cut_short = False
             return self._end("no other setting is left that is worth a trial", step, total_steps)
@@ -256,7 +241,7 @@ class TuneDecision(Generic[T]):
         self._expects = self._take_trial
         return self._order(setting, f"trial {len(self.trials)} of at most {self._limits.trials}")
 
-    def _end(self, why: str, step: int, total_steps: int | None) -> BlockOrder[T]:
+    def _end(self, why: str, step: int, total_steps: int | None) -> BlockOrder:
         """Try nothing more; compare with the settings at first where several were taken."""
         fits = total_steps is None or step + 2 * self._limits.trial_steps <= total_steps
         if len(self._adopted) < 2 or not fits or not self._can_afford(step, total_steps):
@@ -266,7 +251,7 @@ class TuneDecision(Generic[T]):
         return self._order(self.start, "comparing with the settings at first")
 
     @property
-    def _adopted(self) -> list[SettingTrial[T]]:
+    def _adopted(self) -> list[SettingTrial]:
         return [trial for trial in self.trials if trial.verdict == ADOPTED]
 
     def _can_afford(self, step: int, total_steps: int | None) -> bool:
@@ -275,27 +260,23 @@ class TuneDecision(Generic[T]):
         allowed = max(self._limits.trial_steps, self._limits.budget * known)
         return self.spent_steps + self._limits.trial_steps <= allowed
 
-    def _back(self, text: str) -> BlockOrder[T]:
+    def _back(self, text: str) -> BlockOrder:
         self._trial = None
         self._expects = self._take_incumbent
         return self._order(self.incumbent, text)
 
-    def _order(self, setting: T, text: str) -> BlockOrder[T]:
+    def _order(self, setting: ExchangeKeys, text: str) -> BlockOrder:
         return BlockOrder(setting, self._limits.settle_steps, self._limits.block_steps, text)
 
-    def _finish(self, why: str) -> BlockOrder[T]:
+    def _finish(self, why: str) -> BlockOrder:
         self.stopped = why
         return BlockOrder(self.incumbent, 0, 0, why, is_last=True)
 
-    def _close(
-        self, trial: SettingTrial[T], verdict: str, why: str, tried: tuple[float, ...] | None = None
-    ) -> None:
+    def _close(self, trial: SettingTrial, verdict: str, why: str) -> None:
         trial.verdict, trial.why = verdict, why
-        if tried is not None:
-            trial.gain = gain_of([tried], [self._block.seconds])
 
     @property
-    def _open_trial(self) -> SettingTrial[T]:
+    def _open_trial(self) -> SettingTrial:
         assert self._trial is not None, "this block was asked for in a trial"
         return self._trial
 
@@ -489,3 +470,94 @@ class PatternSearch:
         for stride in _STRIDES:
             for other in (place + stride, place - stride):
                 yield self.sizes[min(max(other, 0), len(self.sizes) - 1)]
+
+
+# The settings that the step model holds for best, from what was measured of the job. Pure.
+
+
+_MIB = 2**20
+_WORTH_A_TRIAL = 1.1
+"""A route or codec is not tried if its best step is predicted this many times as long as the present one."""
+_APART = 4
+"""Factor between the bucket sizes of one route and codec that are both tried: nearer ones are searched later."""
+
+
+def predicted_seconds(look: Look, keys: ExchangeKeys) -> float:
+    """Return what a step takes by `keys`, as the step model says."""
+    profile = look.profiles[keys.route]
+    return predict_step(profile, look.links[keys.route], _bucket_plan(profile, keys)).seconds
+
+
+def layout_of(look: Look | None, keys: ExchangeKeys) -> Hashable:
+    """Return what is the same for settings that exchange the same buckets in the same way."""
+    if look is None:
+        return keys
+    profile = look.profiles[keys.route]
+    buckets = buckets_of(profile, _bucket_plan(profile, keys))
+    return keys.route, keys.codec, keys.connections, keys.micro_batches, tuple(len(bucket) for bucket in buckets)
+
+
+def rank_by_prediction(
+    look: Look, now: ExchangeKeys, plan: Plan, names: Sequence[str], sizes: Sequence[int], *, lossy: bool
+) -> tuple[list[ExchangeKeys], list[str]]:
+    """Return the settings to try, the best first, and why some are none.
+
+    Args:
+        look: what was measured.
+        now: the setting in force.
+        plan: the plan of the job.
+        names: keys that may change.
+        sizes: bucket sizes to choose from, in bytes.
+        lossy: whether codecs that lose precision may be tried.
+    """
+    groups: list[list[tuple[float, ExchangeKeys]]] = []
+    refused: list[str] = []
+    for route in look.profiles if "route" in names else [now.route]:
+        codecs = CANDIDATES if lossy and "codec" in names else (now.codec,)
+        fastest = float("inf")  # of the gentler codecs on this route
+        for codec in codecs:
+            like = replace(now, route=route, codec=codec)  # type: ignore[arg-type]
+            try:
+                like.on(plan)
+            except PlanError as problem:
+                refused.append(problem.message)
+                continue
+            group = _group(look, like, names, sizes)
+            if group and group[0][0] * FASTEST_SLACK < fastest:
+                fastest = group[0][0]
+                groups.append(group)
+    is_known = now.codec in look.profiles[now.route].speeds
+    limit = _WORTH_A_TRIAL * predicted_seconds(look, now) if is_known else float("inf")
+    groups = sorted((each for each in groups if each[0][0] <= limit), key=lambda group: group[0][0])
+    ranked = [group[0][1] for group in groups]
+    for _, keys in groups[0] if groups else []:
+        if all(not _is_near(keys, other) for other in ranked if other.codec == keys.codec):
+            ranked.append(keys)
+    return ranked, refused
+
+
+def _group(
+    look: Look, like: ExchangeKeys, names: Sequence[str], sizes: Sequence[int]
+) -> list[tuple[float, ExchangeKeys]]:
+    """Return the settings of one route and codec with what is predicted for them, the best first."""
+    profile = look.profiles[like.route]
+    if like.codec not in profile.speeds:
+        return []
+    if like.codec != NONE and set(assign_codecs(profile, like.codec).values()) == {NONE}:
+        return []
+    found = []
+    for size in sizes if "bucket_bytes" in names else [like.bucket_bytes]:
+        firsts = {min(_MIB, size), size} if "first_bucket_bytes" in names else {like.first_bucket_bytes}
+        for first in sorted(firsts):
+            keys = replace(like, bucket_bytes=size, first_bucket_bytes=first)
+            found.append((predicted_seconds(look, keys), keys))
+    return sorted(found, key=lambda each: each[0])
+
+
+def _is_near(one: ExchangeKeys, other: ExchangeKeys) -> bool:
+    return 1 / _APART < one.bucket_bytes / other.bucket_bytes < _APART
+
+
+def _bucket_plan(profile: StepProfile, keys: ExchangeKeys) -> BucketPlan:
+    codecs = {} if keys.codec == NONE else assign_codecs(profile, keys.codec)
+    return BucketPlan(codecs, keys.bucket_bytes, keys.first_bucket_bytes)

@@ -1,1 +1,0 @@
-"""Settings of the exchange that change while a training runs: ``farandole tune``."""
