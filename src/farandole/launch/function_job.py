@@ -98,15 +98,19 @@ def run_job(words: Sequence[str], python: str, folder: Path, run_directory: Path
     return JobEnd(code, failure, said)
 
 
-def _watch(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Run `command` in a session of its own, passing its output on to `sys.stdout` and `sys.stderr`."""
-    # What this process can import its ranks can: functions of modules travel by their names.
-    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    process = subprocess.Popen(
+def start_importing(command: Sequence[str]) -> subprocess.Popen[str]:
+    """Start `command`, which imports what this process can, in a session of its own; its output comes by pipes."""
+    path = [str(Path(entry or ".").resolve()) for entry in sys.path]  # functions travel by their names
+    return subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         errors="replace", env=inherited_environment({"PYTHONPATH": os.pathsep.join(path)}), start_new_session=True,
         preexec_fn=stopping_with_us(),  # noqa: PLW1509 - sets one flag, takes no lock
     )  # fmt: skip
+
+
+def _watch(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run `command` in a session of its own, passing its output on to `sys.stdout` and `sys.stderr`."""
+    process = start_importing(command)
     assert process.stdout is not None, "a pipe"
     assert process.stderr is not None, "a pipe"
     last: deque[str] = deque(maxlen=_KEPT_LINES)

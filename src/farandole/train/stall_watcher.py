@@ -99,12 +99,9 @@ _BACKUP_TIMES = 1.5
 class StallWatcher:
     """The thread of one rank. Training never fails because of it."""
 
-    def __init__(
-        self, here: World, directory: Path | None, stacks: StackWriter | None, *,
-        say: Callable[[str], None] = write_notice,
-    ) -> None:  # fmt: skip
+    def __init__(self, here: World, directory: Path | None, stacks: StackWriter | None) -> None:
         """Call it in the thread that trains. `stacks` writes this rank's stacks into the run directory."""
-        self._here, self._directory, self._stacks, self._say = here, directory, stacks, say
+        self._here, self._directory, self._stacks = here, directory, stacks
         self._pace = Pace(time.monotonic(), here.session.steps.done)
         self._training_thread = threading.get_ident()
         self._sampler = Sampler(self._training_thread, open_phases(here), on_gpu=here.device.type == "cuda")
@@ -198,7 +195,7 @@ class StallWatcher:
             self._neighbours.learn()
         if self._hangs:
             self._hangs = False
-            self._say("the training goes on: a step was done")
+            write_notice("the training goes on: a step was done")
 
     def _position(self) -> Position:
         """Return where this rank stands, for others."""
@@ -247,7 +244,7 @@ class StallWatcher:
             self._spoken = {found}
             self._hangs = True
             self._leave(positions, quiet)
-        self._say(self._text(judgement, positions, quiet))
+        write_notice(self._text(judgement, positions, quiet))
 
     def _gather(self, quiet: float, limit: float) -> list[Position]:
         """Return where all ranks stand; nothing when that is another's to ask."""

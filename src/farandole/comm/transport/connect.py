@@ -140,6 +140,22 @@ _SMALL_BYTES = 4096
 _VIEWS_A_CALL = 16
 
 
+def send_views(connection: socket.socket, queue: deque[memoryview]) -> int:
+    """Give the kernel what it takes of `queue`; return how many bytes. Raises `OSError` when it is lost."""
+    moved = 0
+    try:
+        while queue:
+            sent = connection.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
+            moved += sent
+            while queue and sent >= len(queue[0]):  # an empty one goes with what is before it
+                sent -= len(queue.popleft())
+            if sent:
+                queue[0] = queue[0][sent:]
+    except BlockingIOError:
+        pass
+    return moved
+
+
 @dataclass(eq=False, slots=True)
 class Connection:
     """A connection to `rank`, whose socket never blocks."""
@@ -185,18 +201,7 @@ class Connection:
 
     def send_what_fits(self) -> int:
         """Give the kernel what it takes; return how many bytes. Raises `OSError` when the connection is lost."""
-        queue, moved = self._outgoing, 0
-        try:
-            while queue:
-                sent = self.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
-                moved += sent
-                while queue and sent >= len(queue[0]):  # an empty one goes with what is before it
-                    sent -= len(queue.popleft())
-                if sent:
-                    queue[0] = queue[0][sent:]
-        except BlockingIOError:
-            pass
-        return moved
+        return send_views(self.socket, self._outgoing)
 
     def receive_what_is_there(self, begin: Callable[[int], memoryview], end: Callable[[memoryview], bool]) -> int:
         """Take what the kernel has; return how many bytes. Raises `OSError` when the connection is lost.

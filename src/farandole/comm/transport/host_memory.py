@@ -320,7 +320,7 @@ def share(
     byte_count = max(ALIGNMENT, byte_count)
     memory, problem = _make(byte_count)
     try:
-        seen = all_gather_json(world, topic, {"memory": memory, "file": _identity(memory), **facts})
+        seen = all_gather_json(world, topic, {"memory": memory, "file": file_identity(memory), **facts})
         for label in facts:
             require_equal(world, topic, label, [said[label] for said in seen])
         mapped: list[torch.Tensor] = []
@@ -358,7 +358,7 @@ def _map(path: str, file: list[int], byte_count: int) -> torch.Tensor:
     """Map what `path` names: uint8, (byte_count,), all pages present. Raises OSError when it is not `file`."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
-        if _identity(descriptor) != file:
+        if file_identity(descriptor) != file:
             raise OSError(f"{path} is not what its rank made")
         mapped = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=byte_count, dtype=torch.uint8)
     finally:
@@ -367,7 +367,8 @@ def _map(path: str, file: list[int], byte_count: int) -> torch.Tensor:
     return mapped
 
 
-def _identity(descriptor: int) -> list[int]:
+def file_identity(descriptor: int) -> list[int]:
+    """Return what tells an open file from all others of this host; empty for a negative number."""
     if descriptor < 0:
         return []
     status = os.fstat(descriptor)

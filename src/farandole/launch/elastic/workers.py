@@ -227,9 +227,7 @@ class Switchboard:
         self.secret = secret
         self._selector = selector
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        self._listener.bind((address, 0))
-        self._listener.listen(128)
+        self._listener = socket.create_server((address, 0), family=family, backlog=128)
         self._listener.setblocking(False)
         self.address, self.port = address, int(self._listener.getsockname()[1])
         self.channels: dict[int, WorkerChannel] = {}

@@ -24,6 +24,7 @@ from typing import Any, Final
 import torch
 
 from ...comm.messages import bytes_of
+from ...comm.transport.connect import send_views
 from ...core.framing import HEADER, MAC_BYTES, FrameError, keyed_hash
 from ...core.vocabulary import errors
 from ...core.vocabulary.errors import CommError, FarandoleError
@@ -154,7 +155,6 @@ def _filled(nbytes: int) -> int:
 QUESTION_BYTES: Final = 32
 HELLO: Final = struct.Struct(f"<II{QUESTION_BYTES}s{MAC_BYTES}s")
 """Client, generation, its own question, code."""
-_VIEWS_A_CALL = 16
 _HEAD_BYTES = HEADER.size + MAC_BYTES
 
 
@@ -226,16 +226,7 @@ class ServerChannel:
 
     def send_what_fits(self) -> None:
         """Give the kernel what it takes. Raises `OSError` when the connection is lost."""
-        queue = self._outgoing
-        try:
-            while queue:
-                sent = self.socket.sendmsg([queue[i] for i in range(min(_VIEWS_A_CALL, len(queue)))])
-                while queue and sent >= len(queue[0]):
-                    sent -= len(queue.popleft())
-                if sent:
-                    queue[0] = queue[0][sent:]
-        except BlockingIOError:
-            return
+        send_views(self.socket, self._outgoing)
 
     def receive(self) -> list[ServerMessage]:
         """Return the messages that have arrived whole.

@@ -97,7 +97,7 @@ class ServerClient:
             CommError: it cannot be reached, or refuses this client.
         """
         self.place, self._key, self._client, self._rank = place, key, client, rank
-        self._restores, self._still_on = host == place.host, still_on
+        self._restores, self.still_on = host == place.host, still_on
         self._most = _Bounds(most_kept_bytes, most_bytes)
         self._channel: ServerChannel | None = None
         self._number = 0
@@ -192,7 +192,18 @@ class ServerClient:
 
     def move(self) -> None:
         """Send and receive what can be without waiting; call again where the connection is lost."""
-        self._move(reconnects=True)
+        channel = self.connection
+        try:
+            channel.send_what_fits()
+            for reply in channel.receive():
+                self._take(reply)
+        except (OSError, FrameError):
+            if self._reply is not None:  # the next request finds it out
+                return
+            channel.close()
+            self._channel = None
+            self._count_loss()
+            self._connect()
 
     def take_reply(self) -> ServerMessage:
         """Return the reply, once; raise the error that it is."""
@@ -202,10 +213,6 @@ class ServerClient:
         if error is not None:
             raise read_problem(error, rank=self._rank, operation=self._operation)
         return reply
-
-    def still_on(self) -> None:
-        """Raise where this process should wait no longer."""
-        self._still_on()
 
     @property
     def _operation(self) -> str:
@@ -225,21 +232,6 @@ class ServerClient:
             self._kept_bytes += request.nbytes
         self._asked, self._reply = (self._number, request), None
         self.connection.queue(request)
-
-    def _move(self, *, reconnects: bool) -> None:
-        channel = self.connection
-        try:
-            channel.send_what_fits()
-            for reply in channel.receive():
-                self._take(reply)
-        except (OSError, FrameError):
-            if self._reply is not None:  # the next request finds it out
-                return
-            channel.close()
-            self._channel = None
-            if reconnects:
-                self._count_loss()
-                self._connect()
 
     def _take(self, reply: ServerMessage) -> None:
         if "alarm" in reply.values:
@@ -263,7 +255,7 @@ class ServerClient:
     def _connect(self) -> None:
         until, problem = time.monotonic() + RESTORE_SECONDS, ""
         while True:
-            self._still_on()
+            self.still_on()
             try:
                 self._channel, last, process = self._call()
                 break

@@ -42,10 +42,8 @@ def main() -> int:
         host.load(saved)
     writer = SnapshotWriter(directory)
     address, port = config["address"], int(config["port"])
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(128)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, port), family=family, backlog=128) as listener:
         sys.stdout.write(json.dumps({"port": listener.getsockname()[1], "process": os.getpid()}) + "\n")
         sys.stdout.flush()
         _let_go_of_output()

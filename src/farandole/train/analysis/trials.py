@@ -8,7 +8,6 @@ trial that hangs leaves no process behind. Its limit includes the start of its r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -21,13 +20,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from ...core.env import inherited_environment
 from ...core.failures import is_out_of_memory
 from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.run_files import FAILURE
 from ...core.vocabulary.units import format_bytes, format_seconds
-from ...launch.supervise.process import stopping_with_us
+from ...launch.function_job import start_importing
 from ...plan.candidate import Candidate
 
 __all__ = ["PlanTrial", "TrialsRequest", "run_trials"]
@@ -147,12 +145,7 @@ def _result(candidate: Candidate, answer: TrialSteps) -> PlanTrial:
 
 def _watch(command: Sequence[str], seconds: float) -> tuple[int | None, list[str], TrialSteps | None]:
     """Run `command`; return its exit code, or None if it took too long, its last lines, and rank 0's answer."""
-    path = [str(Path(entry or ".").resolve()) for entry in sys.path]
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        errors="replace", env=inherited_environment({"PYTHONPATH": os.pathsep.join(path)}), start_new_session=True,
-        preexec_fn=stopping_with_us(),  # noqa: PLW1509 - sets one flag, takes no lock
-    )  # fmt: skip
+    process = start_importing(command)
     assert process.stdout is not None, "a pipe"
     assert process.stderr is not None, "a pipe"
     answers: list[TrialSteps] = []

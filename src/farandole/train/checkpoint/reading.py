@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from ...checkpoint.listing import damaged_piece, require_file, require_header
 from ...checkpoint.manifest import Manifest, PieceEntry
 from ...checkpoint.shard_file import ITEM_BYTES, read_and_hash, tensor_bytes
 from ...checkpoint.writer_client import Writer
-from ...comm.transport.host_memory import Peer, Unavailable, aligned, find_peers
+from ...comm.transport.host_memory import Peer, Unavailable, aligned, file_identity, find_peers
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...parallel.split import PartBox, Split, boxes_here
@@ -124,7 +123,7 @@ def _map_all(
         descriptor = writer.descriptor
     except (OSError, ValueError) as reason:
         problem = str(reason)
-    seen = all_gather_json(here, "checkpoint/memory", [descriptor, *_identity(descriptor)])
+    seen = all_gather_json(here, "checkpoint/memory", [descriptor, *file_identity(descriptor)])
     try:
         for peer, load in zip(peers, loads, strict=True):
             number, *identity = seen[peer.rank]
@@ -136,16 +135,9 @@ def _map_all(
 
 def _map(path: Path, identity: Sequence[int], nbytes: int) -> torch.Tensor:
     with path.open("r+b", buffering=0) as file:
-        if _identity(file.fileno()) != list(identity):
+        if file_identity(file.fileno()) != list(identity):
             raise OSError(f"{path} is not the memory of its rank's writer")
         return torch.frombuffer(mmap.mmap(file.fileno(), max(1, nbytes)), dtype=torch.uint8)
-
-
-def _identity(descriptor: int) -> list[int]:
-    if descriptor < 0:
-        return []
-    status = os.fstat(descriptor)
-    return [status.st_dev, status.st_ino]
 
 
 def read_tensors(

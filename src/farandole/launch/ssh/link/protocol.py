@@ -93,8 +93,6 @@ SUSPECT_SECONDS = 0.75
 """Silence after which this host may be the cause of a rank's failure that only reports another rank."""
 START_SECONDS = 30.0
 """For all hosts to answer, beside what a prelude takes."""
-LEAVE_SECONDS = 1.0
-"""After SIGKILL, for a host to say that its ranks are gone."""
 
 TOKEN_FILE = ".token"
 """In the run directory, while the job starts: a host that sees it shares the directory."""
