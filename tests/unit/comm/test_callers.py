@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -39,7 +40,7 @@ def heard_of(heard: Callers, count: int, seconds: float = 10.0) -> list[bytes]:
     found: list[bytes] = []
     until = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < until:
-        for said, connection in heard.hear(0.05):
+        for said, connection, _ in heard.hear(0.05):
             found.append(said)
             assert connection.gettimeout() == 0, "it never blocks"
             connection.close()
@@ -125,6 +126,43 @@ def test_closing_hangs_up_on_all_that_have_not_said_their_hello(
     assert is_hung_up(waiting)
     with pytest.raises((ValueError, KeyError, OSError, RuntimeError)):
         heard.hear(0)
+
+
+def test_a_hello_that_is_complete_is_not_lost_when_nobody_more_can_be_accepted(
+    listener: socket.socket, dial: Callable[[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Callers(listener, len(HELLO))
+    caller = dial(HELLO[:1])
+    heard.hear(5)
+
+    def full() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(heard, "_accept", full)
+    caller.sendall(HELLO[1:])
+    dial(b"")
+    time.sleep(0.1)  # both are there now
+    assert heard_of(heard, 1) == [HELLO]
+    with pytest.raises(OSError, match="too many open files"):
+        heard.hear(1)
+    heard.close()
+
+
+def test_each_caller_is_asked_a_question_of_its_own(
+    listener: socket.socket, dial: Callable[[bytes], socket.socket]
+) -> None:
+    heard = Callers(listener, len(HELLO), question_bytes=16)
+    asked = set()
+    for _ in range(2):
+        caller = dial(HELLO)
+        caller.settimeout(10)
+        while not (calls := heard.hear(1)):
+            pass
+        assert caller.recv(64) == calls[0].question
+        asked.add(calls[0].question)
+        calls[0].connection.close()
+    assert len(asked) == 2
+    heard.close()
 
 
 def test_a_listener_that_is_closed_is_an_error(listener: socket.socket) -> None:

@@ -399,7 +399,7 @@ class LateConnections:
             self._listener.close()
             raise
         self._callers = Callers(self._listener, HELLO.size)
-        self.transport.watch(self._callers.descriptor, self._answer)
+        self.transport.watch(self._callers.fileno(), self._answer)
         self._is_deaf = False
         self._called: dict[int, Connection] = {}
         """By the rank that I have called."""
@@ -457,14 +457,14 @@ class LateConnections:
         """Refuse ranks that have not called yet. May be called twice."""
         if not self._is_deaf:
             self._is_deaf = True
-            self.transport.unwatch(self._callers.descriptor)
+            self.transport.unwatch(self._callers.fileno())
             self._callers.close()
             self._listener.close()
 
     def _answer(self) -> None:
         if self._is_deaf:
             return
-        for hello, connection in self._callers.hear(0.0):
+        for hello, connection, _ in self._callers.hear(0.0):
             told, rank, lane = HELLO.unpack(hello)
             is_new = rank < self._world.size and rank not in (self._world.rank, *self._calls_of)
             if not is_new or lane or not compare_digest(told, self._door.hello(rank, lane)):

@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ...core.env import SECRET, read_job_secret
 from ...core.framing import HEADER
@@ -42,27 +43,36 @@ MOST_CALLERS = 512
 """That have not said it yet: of more, the one that called first is hung up on."""
 
 
+class Call(NamedTuple):
+    """A caller that has said its hello."""
+
+    hello: bytes
+    connection: socket.socket
+    question: bytes
+    """What it was asked; empty where nothing is."""
+
+
 @dataclass(eq=False)
 class _Caller:
     connection: socket.socket
+    question: bytes
     until_seconds: float
     heard: bytearray = field(default_factory=bytearray)
 
 
 class Callers:
-    """Accepts calls on a listener and hears a hello of fixed length from each."""
+    """Accepts calls on a listener, asks each a random question of so many bytes, and hears a hello from each."""
 
-    def __init__(self, listener: socket.socket, hello_bytes: int) -> None:
+    def __init__(self, listener: socket.socket, hello_bytes: int, question_bytes: int = 0) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._hello_bytes = hello_bytes
+        self._hello_bytes, self._question_bytes = hello_bytes, question_bytes
         self._pending: dict[socket.socket, _Caller] = {}
         self._selector = selectors.EpollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
-    @property
-    def descriptor(self) -> int:
-        """Readable when there is something to hear."""
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when there is something to hear."""
         return self._selector.fileno()
 
     @property
@@ -70,17 +80,18 @@ class Callers:
         """Whether a caller has not said its hello yet."""
         return bool(self._pending)
 
-    def hear(self, seconds: float) -> list[tuple[bytes, socket.socket]]:
-        """Wait for at most `seconds`; return hellos that are complete, with their connections, the caller's now.
+    def hear(self, seconds: float) -> list[Call]:
+        """Wait for at most `seconds`; return calls whose hellos are complete: their connections are the caller's.
 
         Raises `OSError` when the listener cannot accept any more.
         """
-        complete: list[tuple[bytes, socket.socket]] = []
-        for key, _ in self._selector.select(max(0.0, seconds)):
-            if key.fileobj is self._listener:
-                self._accept()
-            elif key.fileobj in self._pending:
-                complete += self._listen(self._pending[key.fileobj])
+        complete: list[Call] = []
+        ready = [key.fileobj for key, _ in self._selector.select(max(0.0, seconds))]
+        for each in ready:
+            if each in self._pending:
+                complete += self._listen(self._pending[each])
+        if self._listener in ready and not complete:  # else the next time: what is complete is not to be lost
+            self._accept()
         now = time.monotonic()
         for caller in [each for each in self._pending.values() if each.until_seconds < now]:
             self._hang_up(caller)
@@ -99,12 +110,18 @@ class Callers:
             except (BlockingIOError, ConnectionAbortedError):  # all are in, or it hung up before we answered
                 return
             connection.setblocking(False)
+            question = secrets.token_bytes(self._question_bytes)
+            try:
+                connection.send(question)  # a fresh connection takes so much at once
+            except OSError:
+                connection.close()
+                continue
             if len(self._pending) >= MOST_CALLERS:
                 self._hang_up(next(iter(self._pending.values())))
-            self._pending[connection] = _Caller(connection, time.monotonic() + PATIENCE_SECONDS)
+            self._pending[connection] = _Caller(connection, question, time.monotonic() + PATIENCE_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _listen(self, caller: _Caller) -> Sequence[tuple[bytes, socket.socket]]:
+    def _listen(self, caller: _Caller) -> Sequence[Call]:
         try:
             part = caller.connection.recv(self._hello_bytes - len(caller.heard))
         except BlockingIOError:
@@ -118,7 +135,7 @@ class Callers:
         if len(caller.heard) < self._hello_bytes:
             return ()
         self._forget(caller)
-        return ((bytes(caller.heard), caller.connection),)
+        return (Call(bytes(caller.heard), caller.connection, caller.question),)
 
     def _forget(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)
@@ -410,7 +427,7 @@ def _answer(
                 raise CommError(
                     f"cannot be reached: {problem}", rank=world.job_rank, operation="connecting"
                 ) from None
-            for hello, connection in heard:
+            for hello, connection, _ in heard:
                 told, rank, lane = HELLO.unpack(hello)
                 if (rank, lane) not in waiting or not hmac.compare_digest(told, door.hello(rank, lane)):
                     connection.close()

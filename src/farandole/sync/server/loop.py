@@ -7,7 +7,6 @@ back. So no server outlives its ranks, however these end, and it outlives each o
 from __future__ import annotations
 
 import os
-import secrets
 import selectors
 import socket
 import time
@@ -20,6 +19,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
+from ...comm.transport.connect import Call, Callers
 from ...core.framing import FrameError
 from ...core.vocabulary.errors import FarandoleError
 from .channel import (
@@ -36,22 +36,11 @@ from .channel import (
     write_text,
 )
 
-HELLO_SECONDS = 5.0
-"""For a caller to say who it is."""
-_MOST_STRANGERS = 64
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 5.0
 """After a snapshot that could not be written, where none is due by the clock."""
 CONTROL = ""
 """The name in requests to the server itself, and no service."""
-
-
-@dataclass(eq=False)
-class _Stranger:
-    socket: socket.socket
-    question: bytes
-    until_seconds: float
-    heard: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(frozen=True)
@@ -77,12 +66,11 @@ class ServerLoop:
         self, host: ServiceHost, listener: socket.socket, *, key: bytes, generation: int, limits: Limits,
         writer: SnapshotWriter,
     ) -> None:  # fmt: skip
-        self._host, self._listener, self._key = host, listener, key
+        self._host, self._key = host, key
         self._generation, self._limits, self._writer = generation, limits, writer
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)
-        self._selector.register(listener, selectors.EVENT_READ)
-        self._strangers: dict[int, _Stranger] = {}
+        self._callers = Callers(listener, HELLO.size, QUESTION_BYTES)
+        self._selector.register(self._callers, selectors.EVENT_READ)
         self._channels: dict[int, ServerChannel] = {}
         """By client."""
         now = time.monotonic()
@@ -104,12 +92,9 @@ class ServerLoop:
         """Serve, and `clean_up` before the last client sees the end."""
         while self._host.expected:
             for key, events in self._selector.select(_TICK_SECONDS):
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif isinstance(key.data, _Stranger):
-                    self._hear(key.data)
-                else:
+                if key.fileobj is not self._callers:
                     self._serve(key.data, events)
+            self._hear()  # also lets those go that say nothing
             self._tick(time.monotonic())
         with suppress(OSError):  # no one needs it any more
             self._writer.ended(wait=True)
@@ -117,57 +102,26 @@ class ServerLoop:
         clean_up()
         for channel in self._channels.values():
             channel.close()
+        self._callers.close()
         self._selector.close()
 
     # -- callers -------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it hung up before we answered
-            return
-        if len(self._strangers) >= _MOST_STRANGERS:
-            self._hang_up(min(self._strangers.values(), key=lambda each: each.until_seconds))
-        connection.setblocking(False)
-        stranger = _Stranger(connection, secrets.token_bytes(QUESTION_BYTES), time.monotonic() + HELLO_SECONDS)
-        try:
-            connection.send(stranger.question)  # a fresh connection takes so much at once
-        except OSError:
-            connection.close()
-            return
-        self._strangers[connection.fileno()] = stranger
-        self._selector.register(connection, selectors.EVENT_READ, stranger)
-
-    def _hear(self, stranger: _Stranger) -> None:
-        try:
-            data = stranger.socket.recv(HELLO.size - len(stranger.heard))
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        stranger.heard += data
-        if not data:
-            self._hang_up(stranger)
-        elif len(stranger.heard) == HELLO.size:
-            hello = Hello.read(self._key, stranger.question, bytes(stranger.heard))
+    def _hear(self) -> None:
+        calls: Sequence[Call] = ()
+        with suppress(OSError):  # too many files are open, say: the next time
+            calls = self._callers.hear(0.0)
+        for call in calls:
+            hello = Hello.read(self._key, call.question, call.hello)
             if hello is None:
-                self._hang_up(stranger)
+                call.connection.close()
             else:
-                self._welcome(stranger, hello)
+                self._welcome(call, hello)
 
-    def _hang_up(self, stranger: _Stranger) -> None:
-        self._forget(stranger)
-        stranger.socket.close()
-
-    def _forget(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.socket)
-        del self._strangers[stranger.socket.fileno()]
-
-    def _welcome(self, stranger: _Stranger, hello: Hello) -> None:
-        self._forget(stranger)
-        key_in, key_out = hello.keys(self._key, stranger.question)
-        stranger.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        channel = ServerChannel(stranger.socket, key_out, key_in, self._limits.most_bytes)
+    def _welcome(self, call: Call, hello: Hello) -> None:
+        key_in, key_out = hello.keys(self._key, call.question)
+        call.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        channel = ServerChannel(call.connection, key_out, key_in, self._limits.most_bytes)
         client, refused = hello.client, ""
         if hello.generation != self._generation:
             refused = f"it is of generation {hello.generation} of the ranks, and the server of {self._generation}"
@@ -250,8 +204,6 @@ class ServerLoop:
     # -- what is due ---------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        for stranger in [each for each in self._strangers.values() if each.until_seconds < now]:
-            self._hang_up(stranger)
         if self._limits.starter and not self._was_called and os.getppid() != self._limits.starter:
             self._host.expected.clear()  # the ranks end before they have begun
         for client in [client for client, until in self._missing.items() if until < now]:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from farandole.comm.transport import connect
 from farandole.core.vocabulary.errors import PeerLost
-from farandole.sync.server import loop
 from farandole.sync.server.channel import ServerMessage
 from farandole.sync.server.client import ServerClient, ServerPlace, wait_for
 from farandole.sync.server.loop import Limits, ServerLoop, ServiceHost, SnapshotWriter, read_snapshot
@@ -186,8 +186,8 @@ def test_a_client_of_another_generation_is_refused_and_a_second_connection_takes
 
 
 def test_strangers_that_say_nothing_are_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "HELLO_SECONDS", 0.3)
-    monkeypatch.setattr(loop, "_MOST_STRANGERS", 2)
+    monkeypatch.setattr(connect, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connect, "MOST_CALLERS", 2)
     first, _ = served.call(0), served.call(1)
     strangers = [socket.create_connection(("127.0.0.1", served.place.port), 5) for _ in range(3)]
     try:
@@ -195,7 +195,7 @@ def test_strangers_that_say_nothing_are_let_go(served: Served, monkeypatch: pyte
         for each in strangers:
             each.settimeout(5)
             assert len(each.recv(64)) == 32
-            assert len(served.loop._strangers) <= 2
+            assert len(served.loop._callers._pending) <= 2
         for each in strangers:
             assert each.recv(64) == b""
         assert time.monotonic() - begin < 4
