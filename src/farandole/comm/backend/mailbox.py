@@ -21,7 +21,6 @@ before what it is for, as control channels do. A rank that is lost is noticed wi
 from __future__ import annotations
 
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -33,14 +32,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...core.env import SECRET, read_job_secret
 from ...core.vocabulary.errors import CommError, Mismatch
-from ..transport.connect import HELLO, Callers, Connection, Door, call_rank
+from ..transport.connect import HELLO, Callers, Connection, call_rank, open_door, tune
 from ..transport.group_messages import FrameTransport
 from ..transport.rank_group import PieceExchange, RankGroup
 from ..transport.transport import PendingMessage
-from ..world.rendezvous import own_address
-from ..world.store_sync import all_gather_json, require_equal
 from ..world.world import World
 from .calls import HESITATION_SECONDS, GroupWork, Servers
 from .collectives import SAME_CALLS
@@ -371,28 +367,14 @@ def _text_of(facts: torch.Tensor) -> str:
 # over when that one has ended too.
 
 
-_TOPIC = "listening for messages"
-
-
 class LateConnections:
     """The connections of one group, and the transport that uses them. Made by all its ranks at once."""
 
     def __init__(self, world: World, names: tuple[int, ...]) -> None:
         """`names`: the group's global ranks, for errors."""
         self._world = world
-        address = own_address(world.address)
-        self._listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        self._listener, self._door, self._everyone = open_door(world, "listening for messages", world.size)
         try:
-            self._listener.bind((address, 0))
-            self._listener.listen(max(16, world.size))
-            secret = read_job_secret()
-            self._door = Door(secret, secrets.token_hex(16))
-            mine = {"address": address, "port": self._listener.getsockname()[1], "question": self._door.question}
-            mine |= {"host": world.host, "fingerprint": Door.fingerprint(secret)}
-            self._everyone = all_gather_json(world, _TOPIC, mine)
-            prints = [said["fingerprint"] for said in self._everyone]
-            remedy = f"give all ranks the same {SECRET}, or none"
-            require_equal(world, _TOPIC, "the fingerprint of the job's secret", prints, remedy=remedy)
             nobody: list[list[socket.socket]] = [[] for _ in range(world.size)]
             self.transport = FrameTransport(world, timeout_seconds=world.timeout_seconds, made=nobody, names=names)
         except BaseException:
@@ -423,7 +405,7 @@ class LateConnections:
             if to_send:
                 raise self.transport.peers.gone({rank: str(problem)}) from None
             return
-        _tune(connection)
+        tune(connection)
         self._called[rank] = self.transport.add(rank, connection, sends=True)
 
     def has_lost(self, rank: int) -> bool:
@@ -470,10 +452,5 @@ class LateConnections:
             if not is_new or lane or not compare_digest(told, self._door.hello(rank, lane)):
                 connection.close()
                 continue
-            _tune(connection)
+            tune(connection)
             self._calls_of[rank] = self.transport.add(rank, connection, sends=False)
-
-
-def _tune(connection: socket.socket) -> None:
-    connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

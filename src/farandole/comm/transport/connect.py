@@ -296,24 +296,8 @@ def connect_all(
 
 
 def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> list[list[socket.socket]]:
-    address = own_address(world.address)
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((address, 0))
-        listener.listen(max(16, lanes * world.size))
-        secret = read_job_secret()
-        door = Door(secret, secrets.token_hex(16))
-        mine = {"address": address, "port": listener.getsockname()[1], "question": door.question}
-        mine |= {"host": world.host, "fingerprint": Door.fingerprint(secret)}
-        mine["refused"] = _choose(listener, control)  # what it accepts inherits it
-        everyone = all_gather_json(world, "connecting ranks", mine)
-        require_equal(
-            world,
-            "connecting ranks",
-            "the fingerprint of the job's secret",
-            [said["fingerprint"] for said in everyone],
-            remedy=f"give all ranks the same {SECRET}, or none",
-        )
+    listener, door, everyone = open_door(world, "connecting ranks", lanes * world.size, control)
+    with listener:
         _refuse(control, everyone)
         found: list[list[socket.socket]] = [[] for _ in range(world.size)]
         deadline = time.monotonic() + timeout_seconds
@@ -329,9 +313,44 @@ def _connect(world: World, lanes: int, timeout_seconds: float, control: str) -> 
             found[rank].append(connection)
     for each in found:
         for connection in each:
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            tune(connection)
     return found
+
+
+def open_door(
+    world: World, topic: str, backlog: int, control: str = ""
+) -> tuple[socket.socket, Door, list[dict[str, str]]]:
+    """Listen; return the listener, its door, and what all ranks say of theirs. To be called by all ranks.
+
+    `control`: as `connect_all`. Raises `Mismatch` on all ranks where they have different secrets.
+    """
+    address = own_address(world.address)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, 0), family=family, backlog=max(16, backlog))
+    try:
+        secret = read_job_secret()
+        door = Door(secret, secrets.token_hex(16))
+        mine = {"address": address, "port": listener.getsockname()[1], "question": door.question}
+        mine |= {"host": world.host, "fingerprint": Door.fingerprint(secret)}
+        mine["refused"] = _choose(listener, control)  # what it accepts inherits it
+        everyone = all_gather_json(world, topic, mine)
+        require_same_secret(world, topic, [said["fingerprint"] for said in everyone])
+    except BaseException:
+        listener.close()
+        raise
+    return listener, door, everyone
+
+
+def require_same_secret(world: World, topic: str, fingerprints: Sequence[str]) -> None:
+    """Raise `Mismatch` where ranks have different secrets. `fingerprints`: as all ranks have gathered them."""
+    remedy = f"give all ranks the same {SECRET}, or none"
+    require_equal(world, topic, "the fingerprint of the job's secret", fingerprints, remedy=remedy)
+
+
+def tune(connection: socket.socket) -> None:
+    """Let a connection never block, and send at once what it is given."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _choose(connection: socket.socket, control: str) -> str:

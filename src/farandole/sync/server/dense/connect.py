@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from ....comm.transport.connect import Door
+from ....comm.transport.connect import Door, require_same_secret
 from ....comm.world.comm_errors import refuse_if_ended
 from ....comm.world.rendezvous import own_address
-from ....comm.world.store_sync import all_gather_json, require_equal
+from ....comm.world.store_sync import all_gather_json
 from ....comm.world.world import World
-from ....core.env import SECRET, read_job_secret, read_run_settings
+from ....core.env import read_job_secret, read_run_settings
 from ....core.framing import keyed_hash
 from ....core.vocabulary.errors import LaunchError
 from ....core.vocabulary.sync_spec import SyncSpec
@@ -118,10 +118,7 @@ def start_and_connect(here: World, layout: ServerLayout) -> ServerConnections:
         "servers",
         {"node": here.node_rank, "nonce": secrets.token_hex(32), "secret": Door.fingerprint(secret)},
     )
-    require_equal(
-        here, "servers", "the fingerprint of the job's secret", [each["secret"] for each in said],
-        remedy=f"give all ranks the same {SECRET}, or none",
-    )  # fmt: skip
+    require_same_secret(here, "servers", [each["secret"] for each in said])
     key = keyed_hash(secret, b"servers", said[0]["nonce"].encode())
     nodes = [each["node"] for each in said]
     count = layout.servers or len(set(nodes))
