@@ -129,7 +129,7 @@ def _on_meta(codec: str, members: int, patch: pytest.MonkeyPatch) -> Generator[_
     patch.setattr(staged_conductor, "exchange_by_group", _gathered)
     spec = EXACT if codec == "none" else CodecSpec.parse(codec)
     made = make_codec(spec)  # tries native loops, on real tensors
-    streams = _Streams()
+    streams: Any = _Streams()
     simulate_device(META, streams)
     try:
         route = Route(

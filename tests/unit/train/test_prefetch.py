@@ -334,7 +334,7 @@ def one_step(device: SimulatedDevice, copies: DeviceCopies, total: torch.Tensor,
 @pytest.mark.parametrize("left_out", [None, "end", "keep"])
 def test_the_stream_of_the_loop_waits_for_copies_and_their_memory_for_it(left_out: str | None) -> None:
     batches = [torch.full((8,), float(i)) for i in range(5)]
-    device = SimulatedDevice([left_out] if left_out else [])
+    device: Any = SimulatedDevice([left_out] if left_out else [])
     copies = DeviceCopies(torch.device("cpu"), device)
 
     def run() -> torch.Tensor:

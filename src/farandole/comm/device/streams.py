@@ -16,10 +16,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -96,72 +96,9 @@ def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:
     return disabled
 
 
-class HostCopy(Protocol):
-    """A copy of a tensor of the device, on its way to the host."""
+class HostCopy:
+    """A tensor on its way from a device."""
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether `read` would not wait."""
-
-    def read(self) -> torch.Tensor:
-        """Return it, in CPU memory, when it has arrived."""
-
-
-class Streams(Protocol):
-    """The streams of one device. Streams and events are of types that only it knows."""
-
-    @property
-    def model(self) -> str:
-        """What the device calls itself: equal on devices that compute the same bits."""
-
-    @property
-    def current(self) -> Any:
-        """The stream that this thread's operations go to."""
-
-    @property
-    def side(self) -> Any:
-        """The stream that gradients travel on, beside the backward pass."""
-
-    @property
-    def copies(self) -> Any:
-        """The stream that batches are copied on, ahead of the step that uses them."""
-
-    @property
-    def operations(self) -> Any:
-        """The stream that named operations travel on, in an order that has nothing to do with gradients'."""
-
-    def on(self, stream: Any) -> AbstractContextManager[None]:
-        """Let the operations of a block go to `stream`."""
-
-    def record(self) -> Any:
-        """Return an event behind all that was told to the current stream."""
-
-    def wait(self, event: Any) -> None:
-        """Let the current stream wait for `event`; the host does not."""
-
-    def has_passed(self, event: Any) -> bool:
-        """Return whether the device has done all that was told before `event`."""
-
-    def mark(self) -> Any:
-        """Return a mark behind all that was told to the current stream, which keeps when the device passed it."""
-
-    def seconds_between(self, first: Any, last: Any) -> float:
-        """Return the seconds from one mark to another; the host waits for the device to pass `last`."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of `tensor`, made on another stream, until the current one is done with it, too."""
-
-    def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        """Begin to copy `tensor`, behind what was told to the current stream."""
-
-    def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of `tensor`, which is in CPU memory, on the device; may be used on the current stream."""
-
-    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return CPU memory that `to_device` copies from without another copy."""
-
-
-class _PinnedCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._copy = tensor.to("cpu", non_blocking=True)  # torch takes pinned memory for it
         self._arrived = torch.Event(tensor.device)
@@ -169,42 +106,40 @@ class _PinnedCopy:
 
     @property
     def has_arrived(self) -> bool:
+        """Whether it is there."""
         return self._arrived.query()
 
     def read(self) -> torch.Tensor:
+        """Return it, in CPU memory, when it has arrived."""
         self._arrived.synchronize()
         return self._copy
 
 
-class _DeviceStreams:
-    """The streams of a device that torch calls an accelerator."""
+class Streams:
+    """The streams of one device. Streams and events are of types that only it knows."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side, self._copies, self._operations = (torch.Stream(device) for _ in range(3))
+        self.side = torch.Stream(device)
+        """The stream that gradients travel on, beside the backward pass."""
+        self.copies = torch.Stream(device)
+        """The stream that batches are copied on, ahead of the step that uses them."""
+        self.operations = torch.Stream(device)
+        """The stream that named operations travel on, in an order that has nothing to do with gradients'."""
 
     @property
     def model(self) -> str:
+        """What the device calls itself: equal on devices that compute the same bits."""
         return model_of(self._device)
 
     @property
     def current(self) -> torch.Stream:
+        """The stream that this thread's operations go to."""
         return torch.accelerator.current_stream(self._device)
-
-    @property
-    def side(self) -> torch.Stream:
-        return self._side
-
-    @property
-    def copies(self) -> torch.Stream:
-        return self._copies
-
-    @property
-    def operations(self) -> torch.Stream:
-        return self._operations
 
     @contextmanager
     def on(self, stream: torch.Stream) -> Generator[None, None, None]:
+        """Let the operations of a block go to `stream`."""
         before = self.current
         torch.accelerator.set_stream(stream)
         try:
@@ -212,37 +147,46 @@ class _DeviceStreams:
         finally:
             torch.accelerator.set_stream(before)
 
-    def record(self) -> torch.Event:
+    def record(self) -> Any:
+        """Return an event behind all that was told to the current stream."""
         event = torch.Event(self._device)
         event.record(self.current)
         return event
 
-    def wait(self, event: torch.Event) -> None:
+    def wait(self, event: Any) -> None:
+        """Let the current stream wait for `event`; the host does not."""
         self.current.wait_event(event)
 
-    def has_passed(self, event: torch.Event) -> bool:
-        return event.query()
+    def has_passed(self, event: Any) -> bool:
+        """Return whether the device has done all that was told before `event`."""
+        return bool(event.query())
 
-    def mark(self) -> torch.Event:
+    def mark(self) -> Any:
+        """Return a mark behind all that was told to the current stream, which keeps when the device passed it."""
         mark = timing_event(self._device)
         mark.record(self.current)
         return mark
 
-    def seconds_between(self, first: torch.Event, last: torch.Event) -> float:
+    def seconds_between(self, first: Any, last: Any) -> float:
+        """Return the seconds from one mark to another; the host waits for the device to pass `last`."""
         last.synchronize()
-        return first.elapsed_time(last) / 1e3
+        return float(first.elapsed_time(last)) / 1e3
 
     def keep(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of `tensor`, made on another stream, until the current one is done with it, too."""
         tensor.record_stream(self.current)
 
     def to_host(self, tensor: torch.Tensor) -> HostCopy:
-        return _PinnedCopy(tensor)
+        """Begin to copy `tensor`, behind what was told to the current stream."""
+        return HostCopy(tensor)
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of `tensor`, which is in CPU memory, on the device; may be used on the current stream."""
         # The allocator of pinned memory keeps it until the copy is over.
         return tensor.pin_memory().to(self._device, non_blocking=True)
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return CPU memory that `to_device` copies from without another copy."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
@@ -258,11 +202,11 @@ def streams_of(device: torch.device) -> Streams | None:
     """Return the streams of a device; None where operations are over when they return, as on the CPU."""
     found = _streams.get(device)
     if found is None and has_streams(device):
-        found = _streams[device] = _DeviceStreams(device)
+        found = _streams[device] = Streams(device)
     return found
 
 
-def simulate_device(device: torch.device, streams: Streams | None) -> None:
+def simulate_device(device: torch.device, streams: Any) -> None:
     """Take `streams` for those of `device` from now on: an accelerator that is simulated; None ends that."""
     if streams is None:
         _streams.pop(device, None)

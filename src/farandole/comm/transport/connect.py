@@ -43,7 +43,7 @@ MOST_CALLERS = 512
 """That have not said it yet: of more, the one that called first is hung up on."""
 
 
-class Call(NamedTuple):
+class HeardCall(NamedTuple):
     """A caller that has said its hello."""
 
     hello: bytes
@@ -80,12 +80,12 @@ class Callers:
         """Whether a caller has not said its hello yet."""
         return bool(self._pending)
 
-    def hear(self, seconds: float) -> list[Call]:
+    def hear(self, seconds: float) -> list[HeardCall]:
         """Wait for at most `seconds`; return calls whose hellos are complete: their connections are the caller's.
 
         Raises `OSError` when the listener cannot accept any more.
         """
-        complete: list[Call] = []
+        complete: list[HeardCall] = []
         ready = [key.fileobj for key, _ in self._selector.select(max(0.0, seconds))]
         for each in ready:
             if each in self._pending:
@@ -121,7 +121,7 @@ class Callers:
             self._pending[connection] = _Caller(connection, question, time.monotonic() + PATIENCE_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)
 
-    def _listen(self, caller: _Caller) -> Sequence[Call]:
+    def _listen(self, caller: _Caller) -> Sequence[HeardCall]:
         try:
             part = caller.connection.recv(self._hello_bytes - len(caller.heard))
         except BlockingIOError:
@@ -135,7 +135,7 @@ class Callers:
         if len(caller.heard) < self._hello_bytes:
             return ()
         self._forget(caller)
-        return (Call(bytes(caller.heard), caller.connection, caller.question),)
+        return (HeardCall(bytes(caller.heard), caller.connection, caller.question),)
 
     def _forget(self, caller: _Caller) -> None:
         self._selector.unregister(caller.connection)

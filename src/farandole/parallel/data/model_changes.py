@@ -88,7 +88,7 @@ def compare_models(
     of_model: list[Fact] = [
         ("parameters that another distributed model has too", shared),
         ("class of the model", class_of(model)),
-        ("parameters that are one under several names", _tied(model)),
+        ("parameters that are one under several names", tied_names(model)),
         ("tensors that were made in torch.inference_mode()", made),
         *((f"parameter {name!r}", "trains" if each.requires_grad else "frozen") for name, each in named),
     ]
@@ -136,7 +136,7 @@ def class_of(model: nn.Module) -> str:
     return kind.__qualname__.rpartition(".")[2]
 
 
-def _tied(model: nn.Module) -> list[str]:
+def tied_names(model: nn.Module) -> list[str]:
     """Return, of each parameter that has several names, these."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

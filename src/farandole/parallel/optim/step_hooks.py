@@ -38,15 +38,12 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from ...comm.autotune.autotuner import Autotuner
 from ...comm.device.streams import outside_graphs
 from ...comm.engine.grad_ownership import GradsAside, lie_as_parameters
-from ...comm.engine.options import ExtraTensors
 from ...comm.world.comm_errors import translate_error
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.events import LOSS_SCALE, SKIPPED_STEPS, Logged
-from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import write_notice
 from ..data.model_changes import ModelGuard, OptimizerGuard
 from ..loss_scaling import DynamicLossScale
@@ -506,21 +503,9 @@ class SyncPolicy(Protocol):
         """Go on from what `state_dict` returned; by all ranks, when model and optimizers are loaded."""
 
 
-class MakePolicy(Protocol):
-    """Makes the policy that a plan asks for; called by all ranks, with equal parameters."""
+MakePolicy = Callable[..., SyncPolicy]
+"""Makes the policy that a plan asks for; called by all ranks, with equal parameters.
 
-    def __call__(
-        self,
-        here: World,
-        model: nn.Module,
-        optimizers: Sequence[Optimizer],
-        plan: Plan,
-        *,
-        buffers: ExtraTensors | None,
-        end_every_step: Callable[[], None] | None,
-        tuner: Callable[[], Autotuner | None],
-    ) -> SyncPolicy:
-        """`buffers`: what travels with each meeting. `end_every_step`: stops the exchange of gradients.
-
-        `tuner`: returns what chooses the codec of that, if anything does.
-        """
+Gets the ranks, the model, its optimizers and the plan; and by name: `buffers`, what travels with each meeting;
+`end_every_step`, which stops the exchange of gradients; `tuner`, which returns what chooses the codec of that.
+"""

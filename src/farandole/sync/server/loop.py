@@ -19,7 +19,7 @@ from typing import Any, Final, Protocol
 
 import torch
 
-from ...comm.transport.connect import Call, Callers
+from ...comm.transport.connect import Callers, HeardCall
 from ...core.framing import FrameError
 from ...core.vocabulary.errors import FarandoleError
 from .channel import (
@@ -108,7 +108,7 @@ class ServerLoop:
     # -- callers -------------------------------------------------------------------------------
 
     def _hear(self) -> None:
-        calls: Sequence[Call] = ()
+        calls: Sequence[HeardCall] = ()
         with suppress(OSError):  # too many files are open, say: the next time
             calls = self._callers.hear(0.0)
         for call in calls:
@@ -118,7 +118,7 @@ class ServerLoop:
             else:
                 self._welcome(call, hello)
 
-    def _welcome(self, call: Call, hello: Hello) -> None:
+    def _welcome(self, call: HeardCall, hello: Hello) -> None:
         key_in, key_out = hello.keys(self._key, call.question)
         call.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         channel = ServerChannel(call.connection, key_out, key_in, self._limits.most_bytes)

@@ -21,6 +21,7 @@ from ...core.host.process_status import data_bytes, resident_bytes
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.units import format_bytes
 from ...parallel.blocks import repeated_blocks
+from ...parallel.data.model_changes import tied_names
 from ...parallel.optim.disk_states import KINDS
 from ...parallel.optim.elementwise import why_not_elementwise
 from ...parallel.pipeline.layout import starts_of_layers
@@ -200,18 +201,10 @@ def analyse(
         elementwise_optimizer=not why_not_elementwise(make_optimizer(optimizer, [parameter])),
         blocks=len(repeated_blocks(model)),
         can_be_cut=reason,
-        tied=_tied(model),
+        tied=tuple(tied_names(model)),
         notes=tuple(notes),
         tensor_recipe=tensor_recipe,
     )
-
-
-def _tied(model: nn.Module) -> tuple[str, ...]:
-    """Return, of each parameter that has several names, these."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return tuple(" = ".join(several) for several in names.values() if len(several) > 1)
 
 
 class _Found(NamedTuple):

@@ -124,23 +124,12 @@ def _run(candidate: Candidate, request: TrialsRequest, folder: Path) -> PlanTria
     ]  # fmt: skip
     code, said, answer = _watch(command, request.seconds)
     if answer is not None and code == 0:
-        return _result(candidate, answer)
+        return PlanTrial(candidate, **asdict(answer))
     if code is None:
         problem = f"took longer than {format_seconds(request.seconds)}"
         return PlanTrial(candidate, problem=problem)
     problem = _failure(run_directory) or _last_line(said) or f"its launcher ended with exit code {code}"
     return PlanTrial(candidate, problem=problem, is_memory=_is_memory(problem))
-
-
-def _result(candidate: Candidate, answer: TrialSteps) -> PlanTrial:
-    return PlanTrial(
-        candidate,
-        seconds=answer.seconds,
-        low_seconds=answer.low_seconds,
-        high_seconds=answer.high_seconds,
-        peak_bytes=answer.peak_bytes,
-        steps=answer.steps,
-    )
 
 
 def _watch(command: Sequence[str], seconds: float) -> tuple[int | None, list[str], TrialSteps | None]:
