@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from farandole.bench.data import LEFT_OUT
-from farandole.bench.intervals import format_table
+from farandole.core.vocabulary.text import format_table
 from farandole.train.data.length_buckets import Arranged, Cut, LengthBuckets
 from farandole.train.data.partition import Partition
 from shared import read_options

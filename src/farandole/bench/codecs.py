@@ -17,8 +17,9 @@ from ..comm.codecs.registry import CodecInstance, make_codec
 from ..comm.device.accelerator import is_accelerator, local_gpu, model_of, synchronize
 from ..comm.messages import Exchange, Exchanged, GroupRank, Message, reduce_scatter_all_gather
 from ..core.vocabulary.codec_spec import CodecSpec
+from ..core.vocabulary.text import format_table
 from .data import load_text
-from .intervals import format_table, least_bytes, median_interval
+from .intervals import least_bytes, median_interval
 from .models import LanguageModel
 
 # The result of ``farandole bench codecs`` as a table.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..core.vocabulary.errors import ConfigError
-from ..core.vocabulary.text import did_you_mean
+from ..core.vocabulary.text import did_you_mean, format_table
 from ..core.vocabulary.units import format_bytes, format_seconds
-from .intervals import NotMeasurable, bound_seconds, format_table, least_bytes, median_interval, paired_ratio
+from .intervals import NotMeasurable, bound_seconds, least_bytes, median_interval, paired_ratio
 from .launch_ranks import Hosts, Say, run_on_hosts
 
 if TYPE_CHECKING:

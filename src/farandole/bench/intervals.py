@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..core.link import communication_seconds, ring_sent_bytes
@@ -19,24 +18,6 @@ class NotMeasurable(Exception):
 
 
 # Tables for a terminal.
-
-
-def format_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows below their head, first column to the left, the others to the right, no blanks at ends.
-
-    >>> print(format_table(["a", "b"], [["x", "10"]]))
-    a   b
-    x  10
-    """
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in [head, *rows]
-    ]
-    return "\n".join(line.rstrip() for line in lines)
 
 
 # What an exchange must send at least, how long a link takes for it, and what the kernel counted.

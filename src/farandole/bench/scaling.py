@@ -16,12 +16,13 @@ from typing import Any
 
 from ..core.vocabulary.errors import ConfigError, DataError, FarandoleError
 from ..core.vocabulary.run_files import hide_secrets, write_private
+from ..core.vocabulary.text import format_table
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..observe.figures.figures import efficiency, standard_deviation, throughput
 from ..observe.figures.step_parts import shares_of, step_parts
 from ..observe.records.run_reader import read_run
 from ..observe.records.timeline_reader import RankTimeline
-from .intervals import format_table, nested_interval, nested_ratio
+from .intervals import nested_interval, nested_ratio
 from .launch_ranks import STOPPED, Say, remove_unless_failed, run_here
 from .machine import busy_note, machine_facts, machine_line
 

@@ -12,10 +12,10 @@ from ..core.vocabulary.codec_spec import AUTO, OPTIONS
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import EVERY_STEP
-from ..core.vocabulary.text import did_you_mean
+from ..core.vocabulary.text import did_you_mean, format_table
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..observe.figures.figures import throughput
-from .intervals import format_table, median_interval, paired_ratio
+from .intervals import median_interval, paired_ratio
 from .launch_ranks import Hosts, Say, run_on_hosts
 
 WARM_UP = 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.vocabulary.errors import CheckpointError
+from ..core.vocabulary.text import in_columns
 from ..core.vocabulary.units import format_bytes
 from .directory import (
     DirectoryLock,
@@ -135,15 +136,7 @@ def to_text(entries: list[StepEntry]) -> str:
             if known
             else (str(each.step), each.state, "", "", "", "")
         )  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    right = {0, 2, 3, 4}
-    lines = [
-        "  ".join(
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    lines = in_columns(rows, left=(1, 5))
     return "\n".join(lines + [f"step {each.step}: {each.problem}" for each in entries if each.problem])
 
 

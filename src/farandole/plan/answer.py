@@ -20,7 +20,7 @@ from ..core.vocabulary.degrees import Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.rules import MOST_ZERO
 from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.text import did_you_mean, upgrade_remedy
+from ..core.vocabulary.text import did_you_mean, format_table, upgrade_remedy
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from .candidate import Candidate
 from .cost.held import memory_of_candidate
@@ -438,16 +438,6 @@ def term_rows(option: PredictedPlan) -> list[tuple[str, float]]:
     return [(WORDS[name], seconds) for name, seconds in terms if seconds > 0]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows below their head, the first column to the left, the others to the right."""
-    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in range(1, len(head)))])
-        for line in [head, *rows]
-    ]
-    return "\n".join(f"  {line}".rstrip() for line in lines)
-
-
 def _best(answer: PlanAnswer, best: PredictedPlan) -> list[str]:
     ranks = best.candidate.ranks
     fewer = f", on {ranks} of {answer.request.ranks} ranks" if answer.request.goal in FEWER_RANKS else ""
@@ -465,8 +455,8 @@ def _best(answer: PlanAnswer, best: PredictedPlan) -> list[str]:
     sent = format_bytes(best.prediction.sent_bytes)
     return [
         "\n".join(lines),
-        f"Memory of a rank, which may use {limit}\n{table(head, cut)}{more}",
-        f"What a step consists of; a rank sends {sent}\n{table(['part', 'time', 'share'], parts)}",
+        f"Memory of a rank, which may use {limit}\n{format_table(head, cut, '  ')}{more}",
+        f"What a step consists of; a rank sends {sent}\n{format_table(['part', 'time', 'share'], parts, '  ')}",
     ]
 
 

@@ -25,6 +25,7 @@ from ..core.cluster import Cluster
 from ..core.step_model import MeasuredStep
 from ..core.vocabulary.codec_spec import NONE
 from ..core.vocabulary.errors import ConfigError, PlanError
+from ..core.vocabulary.text import in_columns
 from ..core.vocabulary.units import format_rate, format_seconds
 from .candidate import Candidate, Term
 from .cost.layout import RunLayout
@@ -384,12 +385,7 @@ def _table(advice: BatchAdvice) -> list[str]:
     first = next(iter(advice.hiding), "")
     rows = [_HEAD]
     rows += [_row(each, advice) for each in advice.points if each.codec == first or _marks(each, advice)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    lines = []
-    for row in rows:
-        cells = [text.rjust(width) for text, width in zip(row[1:-1], widths[1:-1], strict=True)]
-        lines.append("  ".join([row[0].ljust(widths[0]), *cells, row[-1]]).rstrip())
-    return lines
+    return in_columns(rows, left=(0, len(_HEAD) - 1))
 
 
 def _marks(point: BatchPoint, advice: BatchAdvice) -> list[str]:

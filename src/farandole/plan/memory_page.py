@@ -7,11 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
+from ..core.vocabulary.text import format_table
 from ..core.vocabulary.units import format_bytes
 from .memory import PRECISIONS, RECOMPUTE, STAGES, MemoryByCategory, ModelFacts, Setting, memory_of
 
-Table = Callable[[Sequence[str], Sequence[Sequence[str]]], str]
-"""What makes a text of a head and rows."""
 CATEGORIES = ("weights", "gradients", "optimizer", "activations", "temporary")
 OFFLOAD = "offload"
 _KEYS_OF: dict[str, dict[str, str]] = {
@@ -214,16 +213,16 @@ class Estimate:
         return f"no number of ranks up to {MOST_RANKS} makes it fit with these degrees"
 
 
-def format_page(estimate: Estimate, table: Table) -> str:
+def format_page(estimate: Estimate) -> str:
     """Return the page: one table by category, one of totals by ranks, and notes."""
     request = estimate.request
     weights = next(iter(estimate.facts.weights.values()))
     parts = [
         f"{request.model}: {estimate.parameters:,} parameters, {weights.trainable_elements:,} of them trained by "
         f"{request.optimizer}; {estimate.blocks} blocks",
-        _by_category(estimate, table),
+        _by_category(estimate),
     ]
-    parts += _by_ranks(estimate, table) + _lighter(estimate, table)
+    parts += _by_ranks(estimate) + _lighter(estimate)
     lines = estimate.advice() + [f"note: {note}" for note in estimate.notes]
     every = [*estimate.rows([request.np]), *(row for rows in estimate.lighter_rows().values() for row in rows)]
     if any(row.total_bytes < estimate.whole_bytes for row in every):
@@ -236,7 +235,7 @@ def format_page(estimate: Estimate, table: Table) -> str:
     return "\n\n".join(parts)
 
 
-def _by_category(estimate: Estimate, table: Table) -> str:
+def _by_category(estimate: Estimate) -> str:
     limit_bytes = estimate.request.limit_bytes
     rows = estimate.rows([estimate.request.np])
     unit, scale = _scale(max(row.total_bytes for row in rows))
@@ -248,7 +247,7 @@ def _by_category(estimate: Estimate, table: Table) -> str:
             line.append("yes" if row.fits(limit_bytes) else "no")
         lines.append(line)
     head = ["stage", "precision", "recompute", *CATEGORIES, "total"]
-    text = table([*head, "fits"] if limit_bytes is not None else head, lines)
+    text = format_table([*head, "fits"] if limit_bytes is not None else head, lines)
     ranks = f"{estimate.request.np} rank{'s' * (estimate.request.np > 1)}{_by_degrees(estimate.request)}"
     limit = f"; what fits into {format_bytes(limit_bytes)}" if limit_bytes is not None else ""
     return f"Memory of one rank of {ranks}, in {unit}{limit}:\n{_before_model(estimate.process)}\n{text}"
@@ -274,7 +273,7 @@ def _by_degrees(request: EstimateRequest) -> str:
     return f" ({' x '.join(f'{name} {size}' for name, size in sizes.items())}{most})"
 
 
-def _lighter(estimate: Estimate, table: Table) -> list[str]:
+def _lighter(estimate: Estimate) -> list[str]:
     """Return a table of totals for each end of the choice, by what makes the model lighter, and what that is."""
     lighter, ends = estimate.lighter_rows(), estimate.request.choice.lighter_ends()
     if not lighter or not ends:
@@ -288,7 +287,7 @@ def _lighter(estimate: Estimate, table: Table) -> list[str]:
             [rows[0].setting.stage, *(_three_figures(row.total_bytes / scale) for row in rows)]
             for rows in zip(*columns, strict=True)
         ]
-        text = table(["stage", "as above", *lighter], lines)
+        text = format_table(["stage", "as above", *lighter], lines)
         parts.append(
             f"Total in {unit} on {estimate.request.np} ranks, precision {end[0]}, recompute {end[1]}, made "
             f"lighter:\n\n{text}"
@@ -303,7 +302,7 @@ def _lighter(estimate: Estimate, table: Table) -> list[str]:
     return parts
 
 
-def _by_ranks(estimate: Estimate, table: Table) -> list[str]:
+def _by_ranks(estimate: Estimate) -> list[str]:
     """Return one table of totals for the first chosen precision and recomputation, and one for the last."""
     choice, ranks = estimate.request.choice, estimate.request.ranks
     parts = []
@@ -314,7 +313,7 @@ def _by_ranks(estimate: Estimate, table: Table) -> list[str]:
             stage: [_three_figures(row.total_bytes / scale) for row in rows if row.setting.stage == stage]
             for stage in choice.stages
         }
-        text = table(
+        text = format_table(
             ["stage", *(str(count) for count in ranks)], [[stage, *by_stage[stage]] for stage in by_stage]
         )
         parts.append(

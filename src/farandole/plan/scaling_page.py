@@ -9,6 +9,7 @@ from dataclasses import asdict, fields
 from html import escape
 from typing import Any
 
+from ..core.vocabulary.text import in_columns
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..version import VERSION
 from .scaling import ScaleAnswer, ScalePoint
@@ -33,7 +34,7 @@ def to_text(answer: ScaleAnswer) -> str:
     for mode, words in _WORDS.items():
         points = [point for point in answer.points if point.mode == mode]
         if points:
-            lines += ["", words, *_table([_HEAD, *map(_row, points)])]
+            lines += ["", words, *(f"  {line}" for line in in_columns([_HEAD, *map(_row, points)], left=()))]
             lines += _too_large(points)
     lines += ["", *_wrap(_LEGEND)]
     lines += _saves(answer.of(answer.points[0].mode))
@@ -71,11 +72,6 @@ def _too_large(points: Sequence[ScalePoint]) -> list[str]:
     ranks = ", ".join(f"{point.ranks:,}" for point in wrong)
     most = format_bytes(max(point.prediction.peak_bytes for point in wrong))
     return _wrap(f"does not fit into the memory of a rank with {ranks} ranks: it needs up to {most}", "  ")
-
-
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
 
 
 def _wrap(text: str, indent: str = "") -> list[str]:

@@ -12,7 +12,6 @@ from farandole.bench.codecs import format_codecs
 from farandole.bench.collectives import OPERATIONS, ROUTES, format_collectives
 from farandole.bench.intervals import (
     bound_seconds,
-    format_table,
     least_bytes,
     median_interval,
     paired_ratio,
@@ -29,6 +28,7 @@ from farandole.bench.step import (
 )
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.spec import Plan
+from farandole.core.vocabulary.text import format_table
 from tests.unit.cli.test_cli import call
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...core.cluster import Cluster, CodecCost, Coefficient, FigureChange, is_changed
 from ...core.cluster_file import FieldPath, check_cluster, decode
 from ...core.vocabulary.errors import ConfigError, FarandoleError
+from ...core.vocabulary.text import format_table
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
-from ..intervals import format_table
 from ..launch_ranks import account_of, follow_job, refusal, remove_unless_failed
 
 _FREE_SECONDS_PER_BYTE = 1e-14

@@ -124,7 +124,6 @@ def main(arguments: Sequence[str]) -> int:
     if options.global_batch:
         raise ConfigError("--global-batch is for --find", remedy="add --find, or leave it out")
 
-    from ...bench.intervals import format_table
     from ...train.analysis.analyse import estimate
 
     result = estimate(
@@ -142,7 +141,7 @@ def main(arguments: Sequence[str]) -> int:
             degrees=degrees,
         )
     )
-    print(json.dumps(result.to_mapping()) if options.json else format_page(result, format_table))
+    print(json.dumps(result.to_mapping()) if options.json else format_page(result))
     return 0
 
 

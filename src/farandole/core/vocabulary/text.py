@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
 
 _SOURCE = Path(__file__).resolve().parents[4]
@@ -54,6 +54,30 @@ def upgrade_remedy() -> str:
 def elsewhere_remedy(python: str) -> str:
     """Return what to do on another host, whose interpreter is `python`, to have this version there."""
     return f"install the same version there: copy {FOLDER}, then {python} -m pip install -e COPY"
+
+
+# Tables.
+
+
+def in_columns(rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> list[str]:
+    """Return a line of each row: columns are two blanks apart, those in `left` begin alike, the others end alike.
+
+    >>> in_columns([["a", "b"], ["x", "10"]])
+    ['a   b', 'x  10']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.ljust(width) if place in left else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Return the rows below their head, the first column to the left, the others to the right."""
+    return "\n".join(indent + line for line in in_columns([head, *rows]))
 
 
 # Lists of ranks as messages, findings and reports write them.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ...core.vocabulary.text import in_columns
 from ...core.vocabulary.units import format_bits_per_second, format_bytes, format_seconds
 from .checks import weakest_link
 from .facts import SEVERITIES, ClusterFacts, ClusterFinding, HostFacts, Interface, LinkFacts
@@ -50,7 +51,8 @@ def _hosts(facts: ClusterFacts) -> str:
     rows = [_row(host) for host in facts.hosts]
     if len(rows) == 1:
         rows = [{name: text for name, text in rows[0].items() if name not in ("address", "clock")}]
-    return _table([list(rows[0]), *(list(row.values()) for row in rows)])
+    table = [list(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(in_columns(table, left=range(len(table[0]))))
 
 
 def _row(host: HostFacts) -> dict[str, str]:
@@ -121,7 +123,8 @@ def _matrix(facts: ClusterFacts, show: Callable[[LinkFacts], str]) -> str:
     cells = {(link.source, link.target): show(link) for link in facts.links} | {
         (name, name): "-" for name in names
     }
-    return _table([["", *names], *([row, *(cells.get((row, column), "?") for column in names)] for row in names)])
+    rows = [["", *names], *([row, *(cells.get((row, column), "?") for column in names)] for row in names)]
+    return "\n".join(in_columns(rows, left=range(len(rows[0]))))
 
 
 def _rate(link: LinkFacts) -> str:
@@ -130,13 +133,6 @@ def _rate(link: LinkFacts) -> str:
 
 def _round_trip(link: LinkFacts) -> str:
     return "no call" if link.problem else _or(link.round_trip_seconds, format_seconds)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
 
 
 def _finding(finding: ClusterFinding) -> str:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.events import SETUP_FRONT_END, SETUP_SHARES
 from ...core.vocabulary.run_files import METRICS, RUN, SUMMARY, TUNE, TUNED_PLAN, write_private
+from ...core.vocabulary.text import in_columns
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from ..records.rows import StepRow, ThinnedRow
 from ..records.run_reader import RunRecords, read_facts, read_run
@@ -479,11 +480,7 @@ def tuning_page(
     lines = []
     rows = trial_rows(tuning)
     if rows:
-        table = [("after step", "tried", "gain", "verdict"), *rows]
-        widths = [max(len(row[i]) for row in table) for i in range(3)]
-        lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)).rstrip()
-                  for row in table]  # fmt: skip
-        lines.append("")
+        lines += [*in_columns([("after step", "tried", "gain", "verdict"), *rows], left=range(4)), ""]
     lines.append(verdict_of(tuning))
     lines += [f"loader: {said}" for said in tuning.get("loader", ())]
     if "best" not in tuning:
