@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from ..core.host.process_status import interface_bytes
 from ..core.link import communication_seconds, ring_sent_bytes
 from ..core.step_model import Interval, median_interval, nested_interval, nested_ratio, paired_ratio
 
@@ -40,9 +39,4 @@ def bound_seconds(byte_count: float, bits_per_second: float) -> float:
 
 def sent_bytes(*, loopback: bool) -> int:
     """Return what this host has sent so far: over its links, or over its loopback (by all processes)."""
-    total = 0
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        if (name.strip() == "lo") == loopback:
-            total += int(numbers.split()[8])
-    return total
+    return sum(sent for name, (sent, _) in interface_bytes().items() if (name == "lo") == loopback)

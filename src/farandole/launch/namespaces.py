@@ -38,6 +38,7 @@ from ..core.host.open_sockets import (
     allowed_congestion_controls,
     available_congestion_controls,
 )
+from ..core.host.process_status import interface_bytes
 from ..core.vocabulary.errors import ConfigError, LaunchError
 from ..core.vocabulary.units import format_bits_per_second, parse_bits_per_second, parse_seconds
 from .job.hosts import CLONE_NEWUSER, HOST_NAMESPACES, HostNamespaces, write_hosts
@@ -133,10 +134,10 @@ class Network:
         found = []
         for host in self.hosts:
             try:
-                counters = read_counters(host.keeper)
+                counters = interface_bytes(host.keeper)
             except OSError:
                 continue
-            for interface, (received, sent) in counters.items():
+            for interface, (sent, received) in counters.items():
                 if interface != "lo":
                     found.append(LinkBytes(host.name, interface, sent, received))
         return found
@@ -272,16 +273,6 @@ def has_delay() -> bool:
     finally:
         keeper.end()
     return True
-
-
-def read_counters(process: int | str) -> dict[str, tuple[int, int]]:
-    """Return (received, sent) bytes by interface, in the network namespace of `process`."""
-    found = {}
-    for line in Path(f"/proc/{process}/net/dev").read_text().splitlines()[2:]:
-        name, _, numbers = line.partition(":")
-        values = numbers.split()
-        found[name.strip()] = (int(values[0]), int(values[8]))
-    return found
 
 
 def describe_rate(bits_per_second: float | None) -> str:

@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 import torch.distributed as dist
 
 from ..comm.world.session import NEVER
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
+from ..core.host.process_status import machine_name
 from ..core.vocabulary.events import ClockOffset
 from ..observe.records.clock import Ping, estimate
 
@@ -36,10 +36,7 @@ FIRST_MEET_SECONDS = 10.0
 
 def clock_name() -> str:
     """Return a name of this process's monotonic clock: the same for processes that share one."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot}-{Path('/proc/self/ns/time').stat().st_ino}"
-    return ""
+    return machine_name("time")
 
 
 class ClockSync:

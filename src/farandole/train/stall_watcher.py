@@ -27,6 +27,7 @@ from typing import Any
 from ..comm.world.rendezvous import own_address
 from ..comm.world.world import World
 from ..core.failures import Judgement, Kind, Position, describe, judge, remedy
+from ..core.host.process_status import machine_name
 from ..core.host.stacks import StackWriter
 from ..core.vocabulary.run_files import STACKS, STALL, position_path, write_private
 from ..core.vocabulary.text import write_notice
@@ -325,9 +326,9 @@ class Neighbours:
         try:
             self._socket.bind((host, 0))
             self._socket.setblocking(False)
-            self._own = _Address(
-                host, self._socket.getsockname()[1], secrets.token_hex(8), _machine(), os.getpid()
-            )
+            port, token = self._socket.getsockname()[1], secrets.token_hex(8)
+            machine = machine_name("pid") or socket.gethostname()  # where processes see each other's numbers
+            self._own = _Address(host, port, token, machine, os.getpid())
             assert here.store is not None, "a world of several has a store"
             here.store.set(f"{self._topic}/{here.rank}", json.dumps(asdict(self._own)))
         except BaseException:
@@ -449,11 +450,3 @@ def _is_closed(address: _Address) -> bool:
         except OSError:
             return False
     return False
-
-
-def _machine() -> str:
-    """Return what is alike for processes that see each other's numbers."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"  # noqa: PTH115
-    return socket.gethostname()

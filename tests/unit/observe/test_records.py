@@ -292,8 +292,9 @@ def test_a_system_without_counters_says_so(tmp_path: Path, monkeypatch: pytest.M
 
 def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc = tmp_path
-    (proc / "net").mkdir()
-    monkeypatch.setattr(host_sampler, "_PROC", proc)
+    (proc / "self" / "net").mkdir(parents=True)
+    for module in (host_sampler, process_status):
+        monkeypatch.setattr(module, "_PROC", proc)
     monkeypatch.setattr(host_sampler, "_INTERFACES", proc)
     (proc / "eth0" / "device").mkdir(parents=True)
     (proc / "eth0" / "speed").write_text("25000\n")
@@ -301,7 +302,7 @@ def test_samples_are_taken_when_due_and_see_the_machine(tmp_path: Path, monkeypa
     def write(busy: int, idle: int, swap: int, sent: int) -> None:
         (proc / "stat").write_text(f"cpu  {busy} 0 0 {idle} 0 0 0 0 0 0\ncpu0 1 1 1 1\n")
         (proc / "vmstat").write_text(f"nr_free 1\npswpin {swap}\npswpout 0\n")
-        (proc / "net" / "dev").write_text(
+        (proc / "self" / "net" / "dev").write_text(
             f"Inter-|   Receive\n face |bytes\n lo: 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9 9\n"
             f"eth0: {2 * sent} 0 0 0 0 0 0 0 {sent} 0 0 0 0 0 0 0\n"
         )

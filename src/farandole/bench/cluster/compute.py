@@ -6,7 +6,6 @@ import os
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from ...comm.device.streams import streams_of
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import World
 from ...core.cluster import CodecCost, Coefficient, ComputeRate, Device
+from ...core.host.process_status import machine_name
 from ...core.step_model import CANDIDATES, CodecSpeed, slowest_speed
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.spec import DEVICE_BUCKET_BYTES
@@ -136,7 +136,11 @@ def memory_of_a_rank(world: World) -> Coefficient:
     else:
         facts = read_memory()
         total = facts["memory_bytes"] or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        mine = {"machine": _machine(world), "free": facts["memory_available_bytes"] or total, "total": total}
+        mine = {
+            "machine": machine_name() or world.host,
+            "free": facts["memory_available_bytes"] or total,
+            "total": total,
+        }
     everyone = all_gather_json(world, "measure/memory", mine)
     shares = []
     for each in everyone:
@@ -144,13 +148,6 @@ def memory_of_a_rank(world: World) -> Coefficient:
         shares.append((int(each["free"]) // sharers, int(each["total"]) // sharers))
     free, total = min(free for free, _ in shares), min(total for _, total in shares)
     return measured(float(free), float(min(free, total)), float(max(free, total)))
-
-
-def _machine(world: World) -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return world.host
 
 
 def _usual(samples: Samples, slow: dict[int, float]) -> list[float]:

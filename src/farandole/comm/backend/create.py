@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from ...core.env import read_meeting_address
+from ...core.host.process_status import machine_name
 from ...core.rank_variables import read_rank_variables
 from ...core.vocabulary.errors import Mismatch, Stalled
 from ...core.vocabulary.text import name_ranks
@@ -189,12 +189,7 @@ def _world(
 
 def _host_identity(rank: int) -> str:
     """Return a text that is equal for ranks of one host, or of one container where those are kept apart."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        spaces = [str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("pid", "net")]
-    except OSError:
-        return f"rank {rank}"
-    return " ".join([boot, *spaces])
+    return machine_name("pid", "net") or f"rank {rank}"
 
 
 def _connect(world: World, names: tuple[int, ...], hosts: Sequence[int], store: dist.Store) -> ProcessGroup:

@@ -52,13 +52,12 @@ class CoreTime:
             usage.ru_utime + usage.ru_stime
             for usage in map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
         )
-        machine, boot = 0.0, ""
+        machine = 0.0
         with contextlib.suppress(OSError, ValueError, IndexError):
             words = (_PROC / "stat").read_text(encoding="ascii").splitlines()[0].split()
             # User, nice, system, and what a hypervisor took; interrupts belong to no program.
             machine = sum(int(words[at]) for at in (1, 2, 3, 8)) / os.sysconf("SC_CLK_TCK")
-            boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return cls(boot, os.cpu_count() or 1, time.monotonic(), machine, own)
+        return cls(machine_name(), os.cpu_count() or 1, time.monotonic(), machine, own)
 
     def since(self, before: CoreTime) -> CoreTime:
         """Return the differences to an earlier moment."""
@@ -66,6 +65,27 @@ class CoreTime:
             self.boot, self.cores, self.at_seconds - before.at_seconds,
             self.machine_seconds - before.machine_seconds, self.own_seconds - before.own_seconds,
         )  # fmt: skip
+
+
+def machine_name(*spaces: str) -> str:
+    """Return what is alike for processes of one running kernel that share these namespaces; empty: not known.
+
+    `spaces`: such as "pid", "net" and "time".
+    """
+    with contextlib.suppress(OSError):
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return " ".join([boot, *(str((_PROC / "self/ns" / each).readlink()) for each in spaces)])
+    return ""
+
+
+def interface_bytes(process: int | str = "self") -> dict[str, tuple[int, int]]:
+    """Return (sent, received) bytes by interface, in the network namespace of `process`. Raises `OSError`."""
+    found = {}
+    for line in (_PROC / str(process) / "net/dev").read_text(encoding="ascii").splitlines()[2:]:
+        name, _, numbers = line.partition(":")
+        words = numbers.split()
+        found[name.strip()] = int(words[8]), int(words[0])
+    return found
 
 
 def busy_machines(spans: Sequence[CoreTime]) -> str:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...core.host.open_sockets import Key, borrowed, open_sockets
-from ...core.host.process_status import peak_resident_bytes, resident_bytes
+from ...core.host.process_status import interface_bytes, peak_resident_bytes, resident_bytes
 from ...core.host.stacks import StackFrame, stack_of
 from ...core.vocabulary.events import (
     GARBAGE_COLLECTION,
@@ -196,7 +196,7 @@ class _Counters:
         self.preemptions = usage.ru_nivcsw
         self.machine_busy, self.machine_all = _machine_ticks()
         self.swapped_pages = _swapped_pages()
-        self.interfaces = _interface_bytes()
+        self.interfaces = _links()
         self.core_wait_nanoseconds = _core_wait_nanoseconds()
         self.thread_seconds = thread_seconds()
         self.children_seconds = children_seconds()
@@ -345,19 +345,10 @@ def _swapped_pages() -> int | None:
     return None
 
 
-def _interface_bytes() -> dict[str, tuple[int, int]] | None:
-    """Return (sent, received) by interface, without loopback; None where the system does not say."""
-    found = {}
-    with (
-        contextlib.suppress(OSError, ValueError, IndexError),
-        (_PROC / "net" / "dev").open(encoding="ascii") as file,
-    ):
-        for line in file:
-            name, colon, numbers = line.partition(":")
-            if colon and name.strip() != "lo":
-                words = numbers.split()
-                found[name.strip()] = int(words[8]), int(words[0])
-        return found
+def _links() -> dict[str, tuple[int, int]] | None:
+    """Return `interface_bytes` without loopback; None where the system does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return {name: counted for name, counted in interface_bytes().items() if name != "lo"}
     return None
 
 
