@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.vocabulary.errors import ConfigError, DataError, FarandoleError
-from ..core.vocabulary.run_files import hide_secrets, write_private
+from ..core.vocabulary.run_files import hide_secrets, write_asked
 from ..core.vocabulary.text import format_table
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds
 from ..observe.figures.figures import efficiency, standard_deviation, throughput
@@ -596,12 +596,4 @@ def write_html(result: dict[str, Any], path: Path) -> None:
         gains=before_and_after(result), failures=failures(result),
         width=WIDTH, height=HEIGHT, margin=MARGIN, notes=result["notes"],
     )  # fmt: skip
-    write_result(path, page)
-
-
-def write_result(path: Path, text: str) -> None:
-    """Write a result. Raises `ConfigError` when it cannot be written."""
-    try:
-        write_private(path, text)
-    except OSError as problem:
-        raise ConfigError(f"cannot write {path}: {problem.strerror or problem}", remedy="choose another") from None
+    write_asked(path, page, remedy="choose another")

@@ -13,6 +13,7 @@ from ...bench.scaling import MODES, WEAK, ScalingPlans, make_cases, read_changes
 from ...bench.step import MODELS, PRECISIONS
 from ...core.job_plan import read_plan
 from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.run_files import write_asked
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import did_you_mean, write_notice
 from ...core.vocabulary.units import parse_bits_per_second, parse_bytes
@@ -86,7 +87,7 @@ def run_scaling(options: argparse.Namespace) -> int:
     html, output = check_output("--html", options.html), check_output("--output", options.output)
     if html is not None and output is not None and html.resolve() == output.resolve():
         raise ConfigError(f"--html and --output: both are {html}", remedy="name two files")
-    from ...bench.scaling import bench_scaling, format_scaling, write_html, write_result
+    from ...bench.scaling import bench_scaling, format_scaling, write_html
 
     result = bench_scaling(
         command, sizes=sizes, rounds=options.rounds, mode=options.mode, batch=options.batch, hosts=options.hosts,
@@ -94,7 +95,7 @@ def run_scaling(options: argparse.Namespace) -> int:
     )  # fmt: skip
     print(json.dumps(result) if options.json else format_scaling(result))
     if output is not None:
-        write_result(output, json.dumps(result) + "\n")
+        write_asked(output, json.dumps(result) + "\n", remedy="choose another")
     if html is not None:
         write_html(result, html)
     return 1 if result["failed"] else 0

@@ -43,6 +43,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 
+from .errors import ConfigError
+
 RUN = "run.json"
 PLAN = "plan.toml"
 METRICS = "metrics.jsonl"
@@ -159,6 +161,14 @@ def write_private(path: Path, content: str | bytes | Iterable[bytes]) -> None:
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def write_asked(path: Path, content: str | bytes | Iterable[bytes], *, remedy: str) -> None:
+    """`write_private` of what a person asked for; raise `ConfigError` where it cannot be written."""
+    try:
+        write_private(path, content)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {path}: {problem.strerror or problem}", remedy=remedy) from None
 
 
 @dataclass(frozen=True)

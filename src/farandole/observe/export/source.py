@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.vocabulary.errors import ConfigError, DataError
-from ...core.vocabulary.run_files import write_private
+from ...core.vocabulary.run_files import write_asked
 from ...core.vocabulary.text import install_command
 from ..records.rows import StepRow
 from ..records.run_reader import RunRecords, note_killed, read_run
@@ -143,12 +143,8 @@ def write_output(path: Path, pieces: Iterable[bytes]) -> Path:
 
     Raises `ConfigError` when it cannot be written; nothing is left behind then.
     """
-    try:
-        write_private(path, _packed(pieces) if path.suffix == ".gz" else pieces)
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot write {path}: {problem.strerror or problem}", remedy="choose another place with -o OUT"
-        ) from None
+    packed = _packed(pieces) if path.suffix == ".gz" else pieces
+    write_asked(path, packed, remedy="choose another place with -o OUT")
     return path
 
 

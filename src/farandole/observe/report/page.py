@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...core.vocabulary.errors import ConfigError, DataError
-from ...core.vocabulary.run_files import REPORT, write_private
+from ...core.vocabulary.run_files import REPORT, write_asked
 from ...core.vocabulary.units import format_rate, format_share
 from ...version import VERSION
 from ..diagnose.verdict import SAVING
@@ -47,12 +47,7 @@ def write_report(
     """
     page = render(read(run_directory, baseline), refresh_seconds=refresh_seconds)
     path = output if output is not None else run_directory / REPORT
-    try:
-        write_private(path, page)
-    except OSError as problem:
-        raise ConfigError(
-            f"cannot write {path}: {problem.strerror or problem}", remedy="choose another file with -o"
-        ) from None
+    write_asked(path, page, remedy="choose another file with -o")
     return path
 
 
