@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import farandole as fd
@@ -829,3 +830,31 @@ def test_what_a_policy_holds_is_free_when_the_model_is(sync: str) -> None:
         assert seen() is None, "something holds it in a circle"
     finally:
         gc.enable()
+
+
+@ranks(2)
+def test_a_model_that_dies_in_the_middle_of_another_optimizers_step_ends_no_step() -> None:
+    fd.init()
+    first = distributed("local:H=2")
+    seen = weakref.ref(first[0])
+    train(*first, batches(2))
+    fd.drain(first[0])
+    kept: list[Any] = [first]
+    kept.append(kept)  # as in a notebook: nothing but the collector frees it
+    del first
+
+    def free(*_: Any) -> None:
+        kept.clear()
+        gc.collect()
+
+    alone = mlp().double()
+    other = torch.optim.SGD(alone.parameters(), 0.05)
+    hooks = [register(each) for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook)
+             for each in (free, lambda *_: None)]  # fmt: skip
+    try:
+        alone(torch.ones(2, 6).double()).sum().backward()
+        other.step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert seen() is None, "it has died"

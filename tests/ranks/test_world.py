@@ -242,7 +242,7 @@ UNLIKE = {
     ),
     "number": (
         lambda rank: nn.Sequential(*[nn.Linear(6, 6) for _ in range(2 + rank)]),
-        r"what follows 7 equal entries is \"nothing\" on rank 0, \"parameter '2.weight'\" on rank 1",
+        r"what follows 8 equal entries is \"nothing\" on rank 0, \"parameter '2.weight'\" on rank 1",
     ),
     "order": (
         lambda rank: nn.ModuleDict({n: nn.Linear(2, 2) for n in (["b", "a"] if rank else ["a", "b"])}),

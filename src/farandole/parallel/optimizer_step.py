@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -51,7 +51,7 @@ class RareMeetings(Strategy):
         )  # fmt: skip
         others = OtherOptimizers(model, self.optimizers, policy)
         own.hooks += [
-            *others.hooks,
+            others,
             model.register_state_dict_pre_hook(PolicyHook(policy.note_state_dict)),
             model.register_load_state_dict_post_hook(PolicyHook(policy.note_loaded)),
         ]
@@ -120,6 +120,10 @@ class OptimizerSteps(Strategy):
 # that was made after `farandole.distribute` too. A policy that lets ranks train on their own sees steps of the
 # optimizers that it was given: what others change would stay on this rank, and be lost at the next meeting. A
 # wrapper that calls one of those within its own step is no such optimizer, which is known only when its step ends.
+#
+# [Note: hooks of all optimizers] torch goes through them by a plain loop. One that is taken away meanwhile, by the
+# finalizer of a model in the middle of somebody's step, ends that step in a RuntimeError. So ours stay, and ask
+# those that live.
 
 
 class OtherOptimizers:
@@ -132,20 +136,22 @@ class OtherOptimizers:
         """Those that known ones have begun."""
         self._begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         """What `_steps` was when the step of another one began."""
-        self.hooks = (
-            register_optimizer_step_pre_hook(self._step_begins),
-            register_optimizer_step_post_hook(self._step_ends),
-        )
-        for hook in self.hooks:
-            weakref.finalize(model, hook.remove).atexit = False
+        _hook_all_optimizers()
+        _watching.add(self)
 
-    def _step_begins(self, optimizer: Optimizer, *_: Any) -> None:
+    def remove(self) -> None:
+        """Look no more."""
+        _watching.discard(self)
+
+    def step_begins(self, optimizer: Optimizer) -> None:
+        """Any optimizer is about to step."""
         if optimizer in self._known:
             self._steps += 1
         else:
             self._begun[optimizer] = self._steps
 
-    def _step_ends(self, optimizer: Optimizer, *_: Any) -> None:
+    def step_ends(self, optimizer: Optimizer) -> None:
+        """It has stepped. Raises `ConfigError`."""
         begun, model = self._begun.pop(optimizer, self._steps + 1), self._model()
         if begun != self._steps or model is None or not has_world() or not self._policy.is_local:
             return
@@ -156,3 +162,22 @@ class OtherOptimizers:
                 "parameters of a model whose ranks train on their own: what it changes would stay on this rank",
                 remedy="give all optimizers to farandole.distribute, as a list",
             )
+
+
+_watching: weakref.WeakSet[OtherOptimizers] = weakref.WeakSet()
+
+
+@cache
+def _hook_all_optimizers() -> None:
+    """See [Note: hooks of all optimizers]."""
+
+    def begins(optimizer: Optimizer, *_: Any) -> None:
+        for each in list(_watching):
+            each.step_begins(optimizer)
+
+    def ends(optimizer: Optimizer, *_: Any) -> None:
+        for each in list(_watching):
+            each.step_ends(optimizer)
+
+    register_optimizer_step_pre_hook(begins)
+    register_optimizer_step_post_hook(ends)
