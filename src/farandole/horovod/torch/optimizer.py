@@ -402,7 +402,8 @@ class TrainingWatch:
         elif self._finder is None:
             watch = weakref.WeakMethod(self._found)
             self._finder = ModelFinder(parameters, lambda found: _tell(watch, found))
-            weakref.finalize(self, here.session.let_go_later, self._finder.close)  # not while torch goes through hooks
+            # Not at once: torch may be going through the hooks of modules.
+            weakref.finalize(self, here.session.let_go_later, self._finder.close)
 
     def _found(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
