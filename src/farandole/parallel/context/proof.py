@@ -242,9 +242,8 @@ def _difference_of(group: ContextGroup, expected: torch.Tensor, found: torch.Ten
     dim = differing[0]
     if expected.shape[dim] != found.shape[dim] * group.size:
         return 2.0
-    return min(
-        _share(part, found) for part in _parts(group, expected, dim, _whole_length(group, found.shape[dim]))
-    )
+    parts = _parts(group, expected, dim, _whole_length(group, found.shape[dim]))
+    return min((_share(part, found) for part in parts), default=2.0)  # none fits the rows of an expert
 
 
 def _whole_length(group: ContextGroup, here: int) -> list[int]:
