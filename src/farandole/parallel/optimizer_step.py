@@ -122,8 +122,8 @@ class OptimizerSteps(Strategy):
 # wrapper that calls one of those within its own step is no such optimizer, which is known only when its step ends.
 #
 # [Note: hooks of all optimizers] torch goes through them by a plain loop. One that is taken away meanwhile, by the
-# finalizer of a model in the middle of somebody's step, ends that step in a RuntimeError. So ours stay, and ask
-# those that live.
+# finalizer of a model in the middle of an optimizer's step, ends that step in a RuntimeError. So ours stay, and
+# ask those that live.
 
 
 class OtherOptimizers:

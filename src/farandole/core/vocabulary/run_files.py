@@ -164,7 +164,7 @@ def write_private(path: Path, content: str | bytes | Iterable[bytes]) -> None:
 
 
 def write_asked(path: Path, content: str | bytes | Iterable[bytes], *, remedy: str) -> None:
-    """`write_private` of what a person asked for; raise `ConfigError` where it cannot be written."""
+    """`write_private` of a file that an option names; raise `ConfigError` where it cannot be written."""
     try:
         write_private(path, content)
     except OSError as problem:
