@@ -16,9 +16,6 @@ class NotMeasurable(Exception):
     """This cannot run here; the message says why. It gets no number."""
 
 
-# Tables for a terminal.
-
-
 # What an exchange must send at least, how long a link takes for it, and what the kernel counted.
 
 PAYLOAD_SHARE = 0.956

@@ -2,7 +2,7 @@
 
 Variables carry what only the starter of a process can know (rank, rendezvous, run directory)
 and a few debug switches; they never override an argument. What needs more than a line to understand has a file
-of its own, which asks `own_environment`: those of Horovod in `job_plan`, those of launchers in `core/launchers`.
+of its own, which asks `own_environment`: those of Horovod in `job_plan`, those of launchers in `rank_variables`.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class OptimizerSteps(Strategy):
 # optimizers that it was given: what others change would stay on this rank, and be lost at the next meeting. A
 # wrapper that calls one of those within its own step is no such optimizer, which is known only when its step ends.
 #
-# [Note: hooks of all optimizers] torch goes through them by a plain loop. One that is taken away meanwhile, by the
+# [Note: hooks of all optimizers] By a plain loop torch goes through them. One that is taken away meanwhile, by the
 # finalizer of a model in the middle of an optimizer's step, ends that step in a RuntimeError. So ours stay, and
 # ask those that live.
 

@@ -1,4 +1,4 @@
-"""The files of an answer: the plan, and beside it everything that led to it."""
+"""An answer as text, and its files: the plan, and beside it everything that led to it."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ def _as_it_is(keys: ExchangeKeys) -> Hashable:
 
 @dataclass
 class PatternSearch:
-    """A `decision.Search` of the keys of the exchange. See [Note: a pattern search]."""
+    """Says which keys of the exchange to try next. See [Note: a pattern search]."""
 
     predicted: Sequence[ExchangeKeys]
     """The best by the step model, the best one first."""

@@ -91,10 +91,9 @@ def test_who_says_nothing_is_hung_up_on_after_a_while(
 
 
 def test_of_too_many_the_first_is_hung_up_on(
-    listener: socket.socket, dial: Callable[[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, dial: Callable[[bytes], socket.socket]
 ) -> None:
-    monkeypatch.setattr(callers, "MOST_CALLERS", 2)
-    heard = Callers(listener, len(HELLO))
+    heard = Callers(listener, len(HELLO), most=2)
     first = dial(HELLO[:1])
     heard.hear(5)
     others = [dial(HELLO[:1]), dial(HELLO[:1])]
@@ -145,6 +144,22 @@ def test_a_hello_that_is_complete_is_not_lost_when_nobody_more_can_be_accepted(
     assert heard_of(heard, 1) == [HELLO]
     with pytest.raises(OSError, match="too many open files"):
         heard.hear(1)
+    heard.close()
+
+
+def test_who_calls_beside_a_complete_hello_is_let_in_at_once(
+    listener: socket.socket, dial: Callable[[bytes], socket.socket]
+) -> None:
+    """Who asks next whether anything is on its way sees it."""
+    heard = Callers(listener, len(HELLO))
+    caller = dial(HELLO[:1])
+    heard.hear(5)
+    caller.sendall(HELLO[1:])
+    dial(b"")
+    time.sleep(0.1)  # both are there now
+    (complete,) = heard.hear(0)
+    assert heard.has_pending
+    complete.connection.close()
     heard.close()
 
 

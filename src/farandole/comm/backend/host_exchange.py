@@ -34,7 +34,7 @@ HALF_BYTES = 1024 * 1024
 
 
 class HostExchange:
-    """See `exchange.GroupExchange`. Made by all ranks of a group at once."""
+    """See `collectives.GroupExchange`. Made by all ranks of a group at once."""
 
     def __init__(self, world: World, peers: Sequence[Peer], names: Sequence[int], timeout_seconds: float) -> None:
         """Map the memory of all `peers`, by rank in the group. `names`: their global ranks, for errors.
@@ -262,7 +262,7 @@ _REASON_SECONDS = 1.0
 
 
 class ByHostExchange(MessageExchange):
-    """See `exchange.GroupExchange`."""
+    """See `collectives.GroupExchange`."""
 
     def __init__(
         self, transport: FrameTransport, names: Sequence[int], inside: HostExchange, groups: HostGroups,

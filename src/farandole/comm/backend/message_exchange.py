@@ -73,7 +73,7 @@ class PieceSum:
 
 
 class MessageExchange:
-    """See `exchange.GroupExchange`. Used by the thread that owns `transport`."""
+    """See `collectives.GroupExchange`. Used by the thread that owns `transport`."""
 
     def __init__(self, transport: FrameTransport, names: Sequence[int]) -> None:
         """`names`: the global ranks of the group, for errors."""

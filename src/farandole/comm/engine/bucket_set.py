@@ -422,7 +422,7 @@ class BucketSet:
         return ParamInfo(index, nbytes, parameter.dtype, parameter.device, sparse, codec, is_sharded)
 
     def set_aside_shard(self, index: int) -> None:
-        """Before a gradient is added to that of a parameter. See [Note: earlier shards] in `grad_shards`."""
+        """Before a gradient is added to that of a parameter. See [Note: earlier shards] in `sharded_bucket`."""
         bucket = self.bucket_of[index]
         if isinstance(bucket, ShardedBucket | WholeBucket):
             bucket.gradients.set_aside(bucket.members.index(index))

@@ -83,7 +83,7 @@ class _Chunk:
 
 
 class _CodedChunk(_Chunk):
-    """The same, of float32, whose changes travel packed. See `row_coding`."""
+    """The same, of float32, whose changes travel packed. See `row_exchange`."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """A bucket of which each rank gets the mean of its rows alone: ZeRO stages 1 and 2.
 
 The gradients are copied into blocks of rows, one a rank, in memory that all buckets use round-robin, and freed.
-What arrives is this rank's block; see `grad_shards` for what becomes of it.
+What arrives is this rank's block; see [Note: earlier shards] for what becomes of it.
 
 Behind the rows every block has a tail with the used mask and the marks of the step, as a dense bucket has once; so
 each rank finds their sums in its own block.

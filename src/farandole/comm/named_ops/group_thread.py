@@ -210,8 +210,8 @@ def exchange_pieces(
 
 # Small operations: the data travels with the announcement, and every member does all the work itself.
 #
-# One way over the network, no second message. `payload` says what a member sends to each other one, `result` what
-# it makes of all of them.
+# One way over the network, no second message. `inline_payloads` is what a member sends to each other one,
+# `inline_result` what it makes of all of them.
 
 
 CPU = torch.device("cpu")

@@ -40,7 +40,7 @@ from ..world.world import World
 PATIENCE_SECONDS = 5.0
 """Time a peer has to identify itself."""
 MOST_CALLERS = 512
-"""That have not said it yet: of more, the one that called first is hung up on."""
+"""That have not said it yet."""
 
 
 class HeardCall(NamedTuple):
@@ -63,10 +63,13 @@ class _Caller:
 class Callers:
     """Accepts calls on a listener, asks each a random question of so many bytes, and hears a hello from each."""
 
-    def __init__(self, listener: socket.socket, hello_bytes: int, question_bytes: int = 0) -> None:
+    def __init__(
+        self, listener: socket.socket, hello_bytes: int, *, question_bytes: int = 0, most: int = 0
+    ) -> None:
+        """`most`: callers that have not said their hello; of more, the first is hung up on. 0: `MOST_CALLERS`."""
         listener.setblocking(False)
         self._listener = listener
-        self._hello_bytes, self._question_bytes = hello_bytes, question_bytes
+        self._hello_bytes, self._question_bytes, self._most = hello_bytes, question_bytes, most or MOST_CALLERS
         self._pending: dict[socket.socket, _Caller] = {}
         self._selector = selectors.EpollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -90,11 +93,15 @@ class Callers:
         for each in ready:
             if each in self._pending:
                 complete += self._listen(self._pending[each])
-        if self._listener in ready and not complete:  # else the next time: what is complete is not to be lost
-            self._accept()
         now = time.monotonic()
         for caller in [each for each in self._pending.values() if each.until_seconds < now]:
             self._hang_up(caller)
+        try:
+            if self._listener in ready:
+                self._accept()
+        except OSError:
+            if not complete:  # else the next time: what is complete is not to be lost
+                raise
         return complete
 
     def close(self) -> None:
@@ -116,7 +123,7 @@ class Callers:
             except OSError:
                 connection.close()
                 continue
-            if len(self._pending) >= MOST_CALLERS:
+            if len(self._pending) >= self._most:
                 self._hang_up(next(iter(self._pending.values())))
             self._pending[connection] = _Caller(connection, question, time.monotonic() + PATIENCE_SECONDS)
             self._selector.register(connection, selectors.EVENT_READ)

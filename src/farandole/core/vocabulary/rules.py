@@ -150,7 +150,7 @@ def _needs_whole(codec: str) -> bool:
 
 
 def _changes_norm(codec: str) -> bool:
-    return codec != AUTO and not CodecSpec.parse(codec).preserves_norm
+    return codec not in (NONE, AUTO) and not CodecSpec.parse(codec).preserves_norm
 
 
 def _is_not_for_shards(codec: str) -> bool:
@@ -370,36 +370,36 @@ RULES: Final = (
           ("clip_norm", _other_than(None), f", {_AFTER_WARM_UP} to clip", "leave clip_norm out"),
           ("zero", _above(0), ", which exchanges its momentum whole", "set zero = 0"),
       )),
-    Rule({"codec": _one_of(AUTO), "tune": _is_set},
+    Rule({"tune": _is_set, "codec": _one_of(AUTO)},
          ": it chooses codec, buckets, route and connections itself, by prediction alone",
          "leave codec out: farandole tune begins with the same predictions, and measures"),
-    Rule({"zero": _above(0), "tune": _is_set}, ": shards lie as the buckets do, and only zero = 0 is tuned",
+    Rule({"tune": _is_set, "zero": _above(0)}, ": shards lie as the buckets do, and only zero = 0 is tuned",
          "leave zero out"),
-    *(Rule({degree: _above(1), "noise_scale": _is_set}, ": a rank has a part of a gradient",
+    *(Rule({"noise_scale": _is_set, degree: _above(1)}, ": a rank has a part of a gradient",
            "measure with data parallelism alone: the result is the model's and the data's")
       for degree in DIVIDING),
-    Rule({"zero": _one_of(MOST_ZERO), "noise_scale": _is_set},
+    Rule({"noise_scale": _is_set, "zero": _one_of(MOST_ZERO)},
          ": gradients are divided while backward runs, and no rank has its own",
          "measure with zero = 2 or less: the result is the same"),
-    Rule({"sync": _other_than(EVERY_STEP), "noise_scale": _is_set}, ": ranks exchange no gradients to compare",
+    Rule({"noise_scale": _is_set, "sync": _other_than(EVERY_STEP)}, ": ranks exchange no gradients to compare",
          "measure without sync: the result is the model's and the data's"),
-    *(Rule({key: changes, "noise_scale": _is_set}, ": it changes the norm of the mean gradient, which is measured",
+    *(Rule({"noise_scale": _is_set, key: changes}, ": it changes the norm of the mean gradient, which is measured",
            'measure with codec "none", "bf16", "fp16" or "int8": the result is the same')
       for key, changes in (
           ("codec", _changes_norm), ("codec_for", lambda codecs: any(map(_changes_norm, codecs.values()))))),
-    *(Rule({key: _other_than(default), "horovod": _is_set}, ", which is given no model",
+    *(Rule({"horovod": _is_set, key: _other_than(default)}, ", which is given no model",
            f"in the script: {_INSTEAD_OF_KEYS.get(key, _BY_DISTRIBUTE)}")
       for key, default in OF_THE_MODEL.items()),
-    *(Rule({key: refused, front_end: _is_set}, ", which does not train a model that is divided so",
+    *(Rule({front_end: _is_set, key: refused}, ", which does not train a model that is divided so",
            f"leave it out, or write the loop with {_BY_DISTRIBUTE}")
       for front_end, most_zero in (("trainer", MOST_ZERO), ("accelerator", MOST_ZERO), ("lightning", 0))
       for key, refused in (*((degree, _other_than(1)) for degree in DIVIDING), ("zero", _above(most_zero)))
       if key != "zero" or most_zero < MOST_ZERO),
-    *(Rule({key: refused, "zero": _above(0), "resume": _is_set},
+    *(Rule({"resume": _is_set, key: refused, "zero": _above(0)},
            ": what it keeps beside the weights is not in a checkpoint of the Trainer",
            f"leave {key} out, or train by a loop with farandole.save and farandole.load")
       for key, refused in (("weight_codec", _other_than(NONE)), ("bf16_parameters", _is_set))),
-    Rule({"zero": _above(0), "save_state": _is_set},
+    Rule({"save_state": _is_set, "zero": _above(0)},
          ": the optimizer's state is sharded over ranks, and Accelerate would write that of one rank",
          "call farandole.save and farandole.load on all ranks; save_model and get_state_dict give the whole "
          "model, on all ranks too"),

@@ -402,8 +402,7 @@ class TrainingWatch:
         elif self._finder is None:
             watch = weakref.WeakMethod(self._found)
             self._finder = ModelFinder(parameters, lambda found: _tell(watch, found))
-            # Not at once: torch may be going through the hooks of modules.
-            weakref.finalize(self, here.session.let_go_later, self._finder.close)
+            weakref.finalize(self, self._finder.stop)
 
     def _found(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
@@ -435,6 +434,10 @@ class ModelFinder:
         self._others: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._calls = 0
         self._handle = register_module_forward_pre_hook(self._called) if self._wanted else None
+
+    def stop(self) -> None:
+        """Take the hook off at the next call: now torch may be going through the hooks of modules."""
+        self._calls = CALLS
 
     def close(self) -> None:
         """Take the hook off; may be called twice."""

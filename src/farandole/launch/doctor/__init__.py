@@ -2,7 +2,7 @@
 
 ::
 
-    examine.py   asks every host, links them in pairs      channel.py
+    examine.py   asks every host, links them in pairs
     probe.py     answers on each host, without torch       this_host.py, link_probe.py
     facts.py     what was found, read with suspicion; memory, cores and GPUs of this host
     checks.py    facts -> findings, pure functions

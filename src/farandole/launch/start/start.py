@@ -41,7 +41,6 @@ from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
 from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
-from ..ssh.job import RemoteJobSpec
 from ..supervise.job_loop import Outcome
 from ..supervise.ranks import Supervisor
 from ..supervise.stacks import read_current_stacks
@@ -90,7 +89,7 @@ def start_job(placed: PlacedJob, *, status: Status = no_status) -> tuple[Outcome
 
 
 def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
-    from ..ssh.job import RemoteJob
+    from ..ssh.job import RemoteJob, RemoteJobSpec
     from ..ssh.link.host_link import HostLink
 
     request, size = placed.request, len(placed.places)

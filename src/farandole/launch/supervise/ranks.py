@@ -1,6 +1,6 @@
 """The ranks of one host: starting them, reading their pipes, noting how each ended, leaving none behind.
 
-What is done about a failure is the job's business: `local` decides for the ranks of this machine, `ssh.job`
+What is done about a failure is the job's business: `Supervisor` decides for the ranks of this machine, `ssh.job`
 for those of many hosts, whose `ssh.agent` has one of these.
 """
 

@@ -29,7 +29,7 @@ class RowService:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.shard = RowShard(RowRules(**config["rules"]))
         self._life = secrets.randbits(62)
-        """Not in `state`: see `copies.Mark`."""
+        """Not in `state`: see `links.Mark`."""
         self._in_rounds = config["staleness"] == 0
         self._live = set(config["ranks"])
         self._pushes: dict[int, deque[tuple[Push, float]]] = {rank: deque() for rank in sorted(self._live)}

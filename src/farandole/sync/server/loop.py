@@ -36,6 +36,8 @@ from .channel import (
     write_text,
 )
 
+_MOST_CALLERS = 64
+"""That have not said who they are."""
 _TICK_SECONDS = 0.1
 _RETRY_SECONDS = 5.0
 """After a snapshot that could not be written, where none is due by the clock."""
@@ -69,7 +71,7 @@ class ServerLoop:
         self._host, self._key = host, key
         self._generation, self._limits, self._writer = generation, limits, writer
         self._selector = selectors.DefaultSelector()
-        self._callers = Callers(listener, HELLO.size, QUESTION_BYTES)
+        self._callers = Callers(listener, HELLO.size, question_bytes=QUESTION_BYTES, most=_MOST_CALLERS)
         self._selector.register(self._callers, selectors.EVENT_READ)
         self._channels: dict[int, ServerChannel] = {}
         """By client."""
@@ -543,4 +545,4 @@ class MakeService(Protocol):
     """A class of services: how a server process makes one."""
 
     def __call__(self, config: Mapping[str, Any]) -> Service:
-        """`config`: JSON values, as they were given to `start.start_server`."""
+        """`config`: JSON values, as they were given to `client.start_server`."""

@@ -1,4 +1,4 @@
-"""The server process: ``python -m farandole.sync.server.main``, started by `start`.
+"""The server process: ``python -m farandole.sync.server.main``, started by `client`.
 
 Reads one line of JSON from its standard input, which has the key too, and writes one line with its port.
 """

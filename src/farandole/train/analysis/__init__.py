@@ -1,1 +1,1 @@
-"""The profile of a model for the planner: its parts from fake tensors, and their seconds by measurement."""
+"""Any model as the planner sees it: parts and memory from fake tensors, seconds by measurement, trials."""

@@ -242,7 +242,7 @@ def run_pass(
     """Return the memory of one forward and backward pass, in a fake mode that is on.
 
     A gradient counts until it is accumulated: then it lies in a bucket, among gradients. Arguments are those of
-    `user_pass.forward_loss`. Without a `larger` batch what does not grow are the weights that autocast converts.
+    `user_code.forward_loss`. Without a `larger` batch what does not grow are the weights that autocast converts.
     Raises `ConfigError` with the user's file and line for what the model raises, but errors of `needs_values` as
     they are.
     """

@@ -187,7 +187,7 @@ def test_a_client_of_another_generation_is_refused_and_a_second_connection_takes
 
 def test_strangers_that_say_nothing_are_let_go(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connect, "PATIENCE_SECONDS", 0.3)
-    monkeypatch.setattr(connect, "MOST_CALLERS", 2)
+    served.loop._callers._most = 2
     first, _ = served.call(0), served.call(1)
     strangers = [socket.create_connection(("127.0.0.1", served.place.port), 5) for _ in range(3)]
     try:
