@@ -147,6 +147,26 @@ def test_a_hello_that_is_complete_is_not_lost_when_nobody_more_can_be_accepted(
     heard.close()
 
 
+def test_who_says_nothing_is_hung_up_on_also_when_nobody_more_can_be_accepted(
+    listener: socket.socket, dial: Callable[[bytes], socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard = Callers(listener, len(HELLO))
+    silent = dial(b"")
+    heard.hear(5)
+    next(iter(heard._pending.values())).until_seconds = 0.0
+
+    def full() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(heard, "_accept", full)
+    dial(b"")
+    with pytest.raises(OSError, match="too many open files"):
+        heard.hear(5)
+    assert heard._pending == {}, "its descriptor is free again"
+    assert is_hung_up(silent)
+    heard.close()
+
+
 def test_who_calls_beside_a_complete_hello_is_let_in_at_once(
     listener: socket.socket, dial: Callable[[bytes], socket.socket]
 ) -> None:

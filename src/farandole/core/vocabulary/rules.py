@@ -95,7 +95,7 @@ _PIPELINE_KEYS: Final[Mapping[str, Any]] = {
     "schedule": DEFAULT_SCHEDULE, "chunks": 0, "weight_versions": 1, "pipeline_cuts": (),
 }  # fmt: skip
 
-OF_THE_MODEL: Final[Mapping[str, Any]] = {
+_OF_THE_MODEL: Final[Mapping[str, Any]] = {
     "sync_batch_norm": False, "recompute": NONE, "bf16_parameters": False, "precision": "fp32", "zero": 0,
     "shard_within": "world", "weight_codec": NONE, "overlap_gather": False, "frozen_codec": NONE, "offload": NONE,
     "offload_directory": "", "train_schedule": {}, **dict.fromkeys(ORDER, 1), "data": REST, "tensor_recipe": {},
@@ -389,7 +389,7 @@ RULES: Final = (
           ("codec", _changes_norm), ("codec_for", lambda codecs: any(map(_changes_norm, codecs.values()))))),
     *(Rule({"horovod": _is_set, key: _other_than(default)}, ", which is given no model",
            f"in the script: {_INSTEAD_OF_KEYS.get(key, _BY_DISTRIBUTE)}")
-      for key, default in OF_THE_MODEL.items()),
+      for key, default in _OF_THE_MODEL.items()),
     *(Rule({front_end: _is_set, key: refused}, ", which does not train a model that is divided so",
            f"leave it out, or write the loop with {_BY_DISTRIBUTE}")
       for front_end, most_zero in (("trainer", MOST_ZERO), ("accelerator", MOST_ZERO), ("lightning", 0))
