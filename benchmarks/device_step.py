@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import farandole as fd
 from farandole.comm.device.accelerator import accelerators, backend_of, model_of, synchronize
-from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.parameters import ReducerOptions
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.world.world import World
 from models import step_of

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.engine.options import ReducerOptions, device_of
+from farandole.comm.engine.parameters import ReducerOptions, device_of
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.parallel.model import DistributedModel
@@ -48,7 +48,7 @@ def test_what_needs_messages_is_refused_on_all_ranks(plan: dict[str, Any], what:
         with pytest.raises(fd.PlanError) as caught:
             GradientReducer(
                 world, parameters_of(here=False), fd.Plan(**plan), ReducerOptions(lazy_init=late)
-            ).parts.connect()
+            ).tuning.connect()
         expected = f"{what}: parameter 'second' of rank 0 is on meta, and what travels by messages is read"
         assert str(caught.value).startswith(expected), caught.value
         assert REMEDY in str(caught.value)

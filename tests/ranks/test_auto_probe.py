@@ -30,7 +30,7 @@ def test_links_are_measured_while_the_last_exchange_is_still_being_sent() -> Non
     fd.distribute(model, optimizer, fd.Plan(codec="auto", route="flat", timeout_seconds=20, bucket_bytes=1 << 19))
     reducer = DistributedModel.of(model).reducer
     assert reducer is not None
-    tuner, lines = reducer.tuner, reducer.parts.open_route.route
+    tuner, lines = reducer.tuner, reducer.open_route.route
     assert tuner is not None
     assert lines is not None
     assert lines.conductor is not None

@@ -38,7 +38,7 @@ def one_matrix(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedBuck
     backward(model, optimizer, 1.0)
     found = DistributedModel.of(model).reducer
     assert found is not None
-    (bucket,) = found.parts.buckets.buckets
+    (bucket,) = found.buckets.buckets
     assert isinstance(bucket, CodedBucket)
     return model, optimizer, bucket
 
@@ -141,7 +141,7 @@ def shards(**plan: Any) -> tuple[nn.Linear, torch.optim.Optimizer, CodedShardBuc
     own_rows_of(model, optimizer, 1.0)
     found = DistributedModel.of(model).reducer
     assert found is not None, "no reducer"
-    (bucket,) = found.parts.buckets.buckets
+    (bucket,) = found.buckets.buckets
     assert isinstance(bucket, CodedShardBucket), "nothing is packed"
     return model, optimizer, bucket
 

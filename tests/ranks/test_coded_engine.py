@@ -68,7 +68,7 @@ def coded_buckets(model: nn.Module) -> dict[str, CodedBucket]:
     reducer = the_reducer(model)
     return {
         name: bucket
-        for bucket, names in zip(reducer.parts.buckets.buckets, reducer.names_by_bucket, strict=True)
+        for bucket, names in zip(reducer.buckets.buckets, reducer.names_by_bucket, strict=True)
         if isinstance(bucket, CodedBucket)
         for name in names
     }
@@ -458,7 +458,7 @@ def test_accumulation_begins_anew_after_nonfinite_gradients() -> None:
         loss_of(model, own(x), own(y)).backward()
         loss_of(model, own(x), own(y)).backward()
     optimizer.zero_grad()
-    assert the_reducer(model).parts.local.passes == 0
+    assert the_reducer(model).passes.local.passes == 0
 
 
 DROPPED = ["int8", "int8:rounding=stochastic", "sign", "topk:0.05", "topk:0.05,momentum=0.5", "powersgd:2",
@@ -548,14 +548,14 @@ def test_a_propagated_nan_leaves_what_codecs_keep_when_the_loop_drops_the_step(c
         loss_of(model, own(x), own(y)).backward()
     assert_only_the_other_changed(model, before)
     optimizer.zero_grad()
-    the_reducer(model).parts.nonfinite.rollback_if_dropped()  # what the next exchange begins with
+    the_reducer(model).passes.guards.nonfinite.rollback_if_dropped()  # what the next exchange begins with
     assert_kept(model, before)
     with poisoned(model, float("inf"), world.rank == 1):
         optimizer.zero_grad()
         loss_of(model, own(x), own(y)).backward()
     optimizer.step()
     optimizer.zero_grad()
-    the_reducer(model).parts.nonfinite.rollback_if_dropped()
+    the_reducer(model).passes.guards.nonfinite.rollback_if_dropped()
     assert_only_the_other_changed(model, before)
 
 
@@ -577,7 +577,7 @@ def test_gradients_that_are_kept_after_a_nan_were_used() -> None:
     with poisoned(model, float("nan"), world.rank == 1):
         loss_of(model, own(x), own(y)).backward()
     sent = kept_of(model)["0.weight"]["elements"]["residual"]
-    the_reducer(model).parts.nonfinite.rollback_if_dropped()
+    the_reducer(model).passes.guards.nonfinite.rollback_if_dropped()
     assert torch.equal(kept_of(model)["0.weight"]["elements"]["residual"], sent)
 
 
@@ -589,17 +589,15 @@ def test_what_is_owed_from_another_codec_is_owed_again_after_a_dropped_step() ->
     step(model, optimizer, x, y)
     reducer = the_reducer(model)
     reducer.switch_codecs({"0.weight": CodecSpec.parse("int8")})
-    owed = {index: tensor.clone() for index, tensor in reducer.parts.buckets.carry_over.unsent.items()}
+    owed = {index: tensor.clone() for index, tensor in reducer.buckets.carry_over.unsent.items()}
     assert owed
     with warnings.catch_warnings(), poisoned(model, float("nan"), world.rank == 1):
         warnings.simplefilter("ignore")
         step(model, optimizer, x, y)
-    assert owed.keys() == reducer.parts.buckets.carry_over.unsent.keys()
-    assert all(
-        torch.equal(tensor, reducer.parts.buckets.carry_over.unsent[index]) for index, tensor in owed.items()
-    )
+    assert owed.keys() == reducer.buckets.carry_over.unsent.keys()
+    assert all(torch.equal(tensor, reducer.buckets.carry_over.unsent[index]) for index, tensor in owed.items())
     step(model, optimizer, x, y)
-    assert not reducer.parts.buckets.carry_over.unsent
+    assert not reducer.buckets.carry_over.unsent
 
 
 # -- plans that cannot be ---------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def check(steps: int = 5, **plan: Any) -> None:
         torch.testing.assert_close(model.get_parameter(name), alone.get_parameter(name), rtol=2e-4, atol=2e-5)
     reducer = DistributedModel.of(model).reducer
     assert reducer is not None
-    for bucket in reducer.parts.buckets.buckets:
+    for bucket in reducer.buckets.buckets:
         assert isinstance(bucket.gradients, FlatGradients)
         complex_members = any(parameter.is_complex() for parameter in bucket.gradients.parameters)
         assert not complex_members or bucket.spec.is_exact
@@ -109,6 +109,6 @@ def test_the_exact_carrier_sees_the_parts_of_complex_numbers() -> None:
     model(inputs(0, 0), True).backward()
     reducer = DistributedModel.of(model).reducer
     assert reducer is not None
-    for bucket in reducer.parts.buckets.buckets:
+    for bucket in reducer.buckets.buckets:
         assert isinstance(bucket, CodedBucket)
         assert all(unit.is_floating_point() for unit in bucket._cut.units)

@@ -73,7 +73,7 @@ def test_a_slow_link_gets_a_codec_after_three_steps(monkeypatch: pytest.MonkeyPa
         assert reducer is not None
         assert tuner.choice is not None
         assert tuner.choice.main_codec != "none"
-        assert any(isinstance(bucket, DeviceCodedBucket) for bucket in reducer.parts.buckets.buckets)
+        assert any(isinstance(bucket, DeviceCodedBucket) for bucket in reducer.buckets.buckets)
         assert len({str(each) for each in all_gather_json(world, "choices", dict(tuner.choice.codecs))}) == 1
     assert len(measured) == 1
     assert 0 < measured[0].latency_seconds < 1
@@ -96,7 +96,7 @@ def test_between_hosts_of_several_ranks_slices_are_measured_and_chosen(monkeypat
         assert (profile.ranks, profile.shards) == (2, 2)
         assert profile.intra_host_round_seconds > 0
         assert profile.intra_host_seconds_per_byte >= 0
-        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        coded = [each for each in reducer.buckets.buckets if isinstance(each, DeviceCodedBucket)]
         assert coded
         assert all(each.gradients.shared is not None for each in coded)
         assert residual_layout(model).startswith("slices of elements, auto, hosts 2 x 2")

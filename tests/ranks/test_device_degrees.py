@@ -63,7 +63,7 @@ def test_data_ranks_of_a_divided_model(degrees: dict[str, Any], codec: str) -> N
         model = trained(plan, data_rank)
         reducer = DistributedModel.of(model).reducer
         assert reducer is not None
-        assert any(isinstance(each, DeviceCodedBucket) for each in reducer.parts.buckets.buckets)
+        assert any(isinstance(each, DeviceCodedBucket) for each in reducer.buckets.buckets)
         found = state_of(model)
     assert len(found) == len(expected) > 0
     for ours, theirs in zip(found, expected, strict=True):

@@ -161,7 +161,7 @@ def test_hosts_of_several_ranks_exchange_slices(codec: str) -> None:
         assert reducer is not None
         assert reducer.route_reason == "2 hosts of 2 ranks, codecs by slices"
         assert residual_layout(model).startswith("slices of elements, auto, hosts 2 x 2")
-        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        coded = [each for each in reducer.buckets.buckets if isinstance(each, DeviceCodedBucket)]
         is_sliced = [each.gradients.shared is not None for each in coded]
         assert is_sliced == [not codec.startswith("powersgd")] * len(coded)
         assert coded
@@ -203,7 +203,7 @@ def test_buckets_are_those_of_a_device() -> None:
         model(torch.randn(4, WIDTH), branch=True).sum().backward()
         reducer = DistributedModel.of(model).reducer
         assert reducer is not None
-        kinds = {type(bucket) for bucket in reducer.parts.buckets.buckets}
+        kinds = {type(bucket) for bucket in reducer.buckets.buckets}
         assert DeviceCodedBucket in kinds
         assert "not in CPU memory" in reducer.route_reason
 
@@ -312,7 +312,7 @@ def test_a_codec_that_had_no_room_may_be_asked_for_again(
             assert torch.equal(ours, theirs)
         reducer.switch_codecs(other)
         step()
-        assert {each.spec.to_text() for each in reducer.parts.buckets.buckets} == {"int4", "int8"}
+        assert {each.spec.to_text() for each in reducer.buckets.buckets} == {"int4", "int8"}
         assert_same_bits(model)
 
 
@@ -376,9 +376,9 @@ def test_gradients_of_another_stream_are_waited_for(is_noted: bool) -> None:
         model.second.weight.register_post_accumulate_grad_hook(back)
         reducer = DistributedModel.of(model).reducer
         assert reducer is not None
-        reducer.parts.in_flight.on_device = DeviceExchanges()
+        reducer.in_flight.on_device = DeviceExchanges()
         if not is_noted:
-            reducer.parts.in_flight.on_device.note_stream = lambda: None  # type: ignore[method-assign]
+            reducer.in_flight.on_device.note_stream = lambda: None  # type: ignore[method-assign]
         with nullcontext() if is_noted else pytest.raises(Race):
             for _ in range(3):
                 model(torch.ones(4, WIDTH), branch=True).sum().backward()

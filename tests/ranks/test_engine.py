@@ -59,7 +59,7 @@ def test_backward_ends_with_the_mean_gradient_in_the_bucket() -> None:
         torch.testing.assert_close(mine.grad, theirs.grad, msg=f"{name} on {world.rank}")
     reducer = DistributedModel.of(model).reducer
     assert reducer is not None
-    flat = reducer.parts.buckets.buckets[0].gradients.flat  # type: ignore[attr-defined]
+    flat = reducer.buckets.buckets[0].gradients.flat  # type: ignore[attr-defined]
     last = list(model.parameters())[-1]
     assert last.grad is not None
     assert last.grad.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
@@ -107,7 +107,7 @@ def test_accumulation_is_silent_between_and_exact() -> None:
         group = batches[first : first + 3]
         for x, y in group:
             (nn.functional.mse_loss(model(own(x)), own(y)) / len(group)).backward()
-            sent.append(float(reducer.parts.local.passes))
+            sent.append(float(reducer.passes.local.passes))
             (nn.functional.mse_loss(reference(x), y) / len(group)).backward()
         optimizer.step()
         optimizer.zero_grad()

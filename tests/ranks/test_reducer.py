@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.parameters import ReducerOptions
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch

@@ -15,7 +15,8 @@ from torch import nn
 
 import farandole as fd
 from farandole.comm.codecs.registry import make_codec
-from farandole.comm.engine.options import ReducerOptions, refuse_messages
+from farandole.comm.engine.guards import refuse_messages
+from farandole.comm.engine.parameters import ReducerOptions
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.messages import GroupRank, as_encoding, simulate
 from farandole.comm.world.world import escape

@@ -43,7 +43,7 @@ def simulated(*left_out: str) -> Generator[ThreadedDevice, None, None]:
 def is_staged(model: nn.Module) -> bool:
     reducer = DistributedModel.of(model).reducer
     assert reducer is not None
-    return isinstance(reducer.parts.open_route.require().on_device, StagedConductor)
+    return isinstance(reducer.open_route.require().on_device, StagedConductor)
 
 
 def reason_of(model: nn.Module) -> str:
@@ -120,7 +120,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
         assert reason_of(model).startswith("2 hosts of 2 ranks, codecs by slices, through CPU memory")
         reducer = DistributedModel.of(model).reducer
         assert reducer is not None
-        coded = [each for each in reducer.parts.buckets.buckets if isinstance(each, DeviceCodedBucket)]
+        coded = [each for each in reducer.buckets.buckets if isinstance(each, DeviceCodedBucket)]
         assert coded
         assert all(each.gradients.shared is not None for each in coded)
         found = state_of(model)
@@ -208,7 +208,7 @@ def test_auto_chooses_by_what_staging_gives(monkeypatch: pytest.MonkeyPatch) -> 
         assert reducer.tuner is not None
         assert reducer.tuner.choice is not None
         assert reducer.tuner.choice.main_codec != "none"
-        assert any(isinstance(each, DeviceCodedBucket) for each in reducer.parts.buckets.buckets)
+        assert any(isinstance(each, DeviceCodedBucket) for each in reducer.buckets.buckets)
     assert len(asked) == 10
 
 
@@ -240,7 +240,7 @@ def test_codecs_that_are_asked_for_later_say_how_they_travel() -> None:
         assert reducer is not None
         assert "CPU memory:" not in reducer.route_reason
         reducer.plan = replace(reducer.plan, staging="always")
-        reducer.parts.plan = reducer.plan
+        reducer.tuning.plan = reducer.plan
         reducer.switch_codecs({"branch.weight": CodecSpec.parse("int8")})
         assert "through CPU memory: the plan says so" in reason_of(model)
         model(torch.ones(4, WIDTH), branch=True).sum().backward()
@@ -258,7 +258,7 @@ def test_a_rank_that_leaves_is_named() -> None:
         if world.rank == 1:
             reducer = DistributedModel.of(model).reducer
             assert reducer is not None
-            conductor = reducer.parts.open_route.require().on_device
+            conductor = reducer.open_route.require().on_device
             assert conductor is not None
             conductor.close()
             return

@@ -70,7 +70,7 @@ def assert_nothing_lost(model: nn.Module, codecs: list[str], x: torch.Tensor, y:
                 sums[name] += grad
     for name, exact in gradients(alone).items():
         torch.testing.assert_close(sums[name], exact * (6 * len(codecs) + 1), rtol=1e-4, atol=2e-5, msg=name)
-    assert not the_reducer(model).parts.buckets.carry_over.unsent
+    assert not the_reducer(model).buckets.carry_over.unsent
 
 
 SEQUENCES = [["sign"], ["topk:0.05", "sign"], ["powersgd:1", "int4", "powersgd:2"]]
@@ -151,16 +151,16 @@ def test_what_is_owed_survives_a_gradient_that_is_not_finite() -> None:
     x, y = data(8, width=WIDTH)
     step(model, optimizer, x, y)
     switch(model, "int8")
-    owed = set(the_reducer(model).parts.buckets.carry_over.unsent)
+    owed = set(the_reducer(model).buckets.carry_over.unsent)
     assert len(owed) == 2
     with poisoned(model, float("nan"), world.rank == 1):
         model.zero_grad()
         loss_of(model, own(x), own(y)).backward()
-    assert set(the_reducer(model).parts.buckets.carry_over.unsent) == owed
+    assert set(the_reducer(model).buckets.carry_over.unsent) == owed
     model.zero_grad()
     loss_of(model, own(x), own(y)).backward()
     assert all(bool(torch.isfinite(grad).all()) for grad in gradients(model).values())
-    assert not the_reducer(model).parts.buckets.carry_over.unsent
+    assert not the_reducer(model).buckets.carry_over.unsent
 
 
 @ranks(2)
@@ -172,7 +172,7 @@ def test_a_sparse_gradient_stays_exact() -> None:
     for _ in range(2):
         model(torch.tensor([[1, 2]])).sum().backward()
         switch(model, "int8", ["weight"])
-        assert not any(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).parts.buckets.buckets)
+        assert not any(isinstance(bucket, CodedBucket) for bucket in the_reducer(model).buckets.buckets)
         model.zero_grad()
 
 

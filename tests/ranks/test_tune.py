@@ -203,7 +203,7 @@ def test_codecs_and_routes_are_tried_and_nothing_that_was_not_sent_is_lost(tmp_p
         seen: set[tuple[str, str]] = set()
 
         def after() -> None:
-            codecs = {bucket.spec.to_text() for bucket in reducer.parts.buckets.buckets}
+            codecs = {bucket.spec.to_text() for bucket in reducer.buckets.buckets}
             seen.update((reducer.route, codec) for codec in codecs)
             clock.now += 0.01 if reducer.route == "flat" else 0.02
 
@@ -216,8 +216,8 @@ def test_codecs_and_routes_are_tried_and_nothing_that_was_not_sent_is_lost(tmp_p
         assert found["best"]["route"] == "flat", found
         assert found["best"]["codec"] == "none", "int8 is no faster here"
         assert reducer.route == "flat", "it stays"
-        assert not any(bucket.coded is not None for bucket in reducer.parts.buckets.buckets), "exact again"
-        carried = reducer.parts.buckets.carry_over
+        assert not any(bucket.coded is not None for bucket in reducer.buckets.buckets), "exact again"
+        carried = reducer.buckets.carry_over
         assert not carried.unsent, "what int8 had not sent went with the first exact exchange"
         assert_same_bits(model)
         expected = untuned(fd.Plan(), 80).state_dict()

@@ -6,7 +6,7 @@ alone, and results that are kept from earlier steps. The limit may only be lower
 
 The files, and why each is crossed:
 
-- ``autograd_hooks``: which gradients are there; ``in_flight``: which buckets may start, in one order on all ranks.
+- ``passes``: which gradients are there; ``in_flight``: which buckets may start, in one order on all ranks.
 - ``coded_bucket``: what a bucket announces beside what its codec sends, and what is done about NaN.
 - ``grad_ownership``: the bucket's flat memory, and who may write ``parameter.grad``: the same without a codec.
 - ``units``: what the codec is given of a flat tensor, and keeps for it; named operations and sessions do the same.
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import farandole as fd
-from farandole.comm.engine import autograd_hooks
+from farandole.comm.engine import passes
 from farandole.core.vocabulary.events import NullRecorder
 from tests.ranks.pool import ranks
 
@@ -44,7 +44,7 @@ class Walk:
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
         file = frame.f_code.co_filename
-        is_on_the_way = self.is_open and bool(self.files or file == autograd_hooks.__file__)
+        is_on_the_way = self.is_open and bool(self.files or file == passes.__file__)
         if event == "call" and is_on_the_way and file.startswith(SOURCE):
             self.files.setdefault(file[len(SOURCE) + 1 :], set()).add(frame.f_code.co_name)
 
@@ -75,5 +75,5 @@ def test_files_from_the_hook_to_the_mean() -> None:
     files = {file: names for file, names in walk.files.items() if not file.endswith("vocabulary/events.py")}
     listed = "\n".join(f"{file}: {', '.join(sorted(names))}" for file, names in files.items())
     print(f"{len(files)} files\n{listed}")
-    assert {"comm/engine/autograd_hooks.py", "comm/transport/transport.py"} <= files.keys(), listed
+    assert {"comm/engine/passes.py", "comm/transport/transport.py"} <= files.keys(), listed
     assert len(files) <= LIMIT, f"{len(files)} files:\n{listed}"

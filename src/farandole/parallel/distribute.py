@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 from ..comm.codecs.registry import choose_codec
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
-from ..comm.engine.options import ReducerOptions, device_of
-from ..comm.engine.parameters import require_dense_parameters
+from ..comm.engine.parameters import ReducerOptions, device_of, require_dense_parameters
 from ..comm.engine.reducer import GradientReducer
 from ..comm.world.world import World, world
 from ..core.env import read_elastic_settings

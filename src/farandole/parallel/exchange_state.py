@@ -16,7 +16,7 @@ from torch import nn
 
 from ..comm.codecs.saved_state import Entry, merge, require_entry
 from ..comm.device.streams import has_streams
-from ..comm.engine.options import device_of
+from ..comm.engine.parameters import device_of
 from ..comm.engine.reducer import GradientReducer
 from ..comm.world.world import world
 from ..core.vocabulary.codec_spec import NONE
@@ -136,7 +136,7 @@ def _that_fit(
     """
     if not isinstance(exchange, GradientReducer):
         return entries
-    codecs = exchange.parts.buckets.codecs.by_name
+    codecs = exchange.buckets.codecs.by_name
     exact = [name for name in entries if name in codecs and codecs[name].is_exact]
     plan, _ = DistributedModel.of(model).plan_and_mesh
     if not exact or all(each == NONE for each in (plan.codec, *plan.codec_for.values())):

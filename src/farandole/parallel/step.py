@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..comm.engine.count_calls import CountCalls
+from ..comm.engine.guards import CountCalls
 from ..comm.world.comm_errors import translated
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World, world

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..comm.autotune.autotuner import Autotuner
 from ..comm.engine.grad_ownership import GradsAside
-from ..comm.engine.options import ExtraTensors
+from ..comm.engine.parameters import ExtraTensors
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError

@@ -32,7 +32,7 @@ from ..comm.codecs.codec import is_finite
 from ..comm.codecs.registry import can_have
 from ..comm.device.streams import OtherThread
 from ..comm.engine.codec_session import CodecSession
-from ..comm.engine.options import ExtraTensors
+from ..comm.engine.parameters import ExtraTensors
 from ..comm.messages import bytes_of
 from ..comm.routes import Route, connect_route
 from ..comm.world.comm_errors import translated

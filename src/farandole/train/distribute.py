@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..comm.autotune.autotuner import Autotuner
-from ..comm.engine.options import ExtraTensors
+from ..comm.engine.parameters import ExtraTensors
 from ..comm.world.world import World
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.spec import Plan

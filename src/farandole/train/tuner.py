@@ -338,7 +338,7 @@ def _may_be(keys: ExchangeKeys, switch: ExchangeSwitch, names: Sequence[str]) ->
         keys.on(switch.plan)
     except PlanError:
         return False
-    return keys.route in switch.main.parts.routes
+    return keys.route in switch.main.tuning.routes
 
 
 # What a tuned run has tried: the file in the run directory, the plan that won, and the text at the end.
@@ -464,7 +464,7 @@ def facts_of(here: World, switch: ExchangeSwitch) -> dict[str, Any]:
     parameters = [
         [name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad]
         for reducer in switch.reducers
-        for name, parameter in reducer.parts.buckets.table.named
+        for name, parameter in reducer.buckets.table.named
     ]
     others = {key: value for key, value in switch.plan.to_mapping().items() if key not in _NOT_OF_THE_JOB}
     told = json.dumps([parameters, places, others], sort_keys=True)
@@ -473,7 +473,7 @@ def facts_of(here: World, switch: ExchangeSwitch) -> dict[str, Any]:
         "ranks": here.size,
         "hosts": sorted({host for host, _ in places}),
         "parameter_bytes": sum(parameter.nbytes for reducer in switch.reducers
-                               for _, parameter in reducer.parts.buckets.table.named),
+                               for _, parameter in reducer.buckets.table.named),
     }  # fmt: skip
 
 
@@ -569,7 +569,7 @@ class ExchangeSwitch:
         assert plan is not None, "it is distributed"
         self.plan: Plan = plan
         """The plan of the job."""
-        self.keys = ExchangeKeys.of_plan(plan, self.main.parts.open_route.require().route)
+        self.keys = ExchangeKeys.of_plan(plan, self.main.open_route.require().route)
         """In force."""
         self.start = self.keys
         self.micro_batches = here.session.kept(TunedMicroBatches)

@@ -22,8 +22,8 @@ from torch import nn
 
 from farandole.comm.engine import bucket as dense_bucket
 from farandole.comm.engine import bucket as sparse_bucket
-from farandole.comm.engine import count_calls, in_flight
-from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine import guards, in_flight
+from farandole.comm.engine.parameters import ReducerOptions
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.comm.routes import Route
 from farandole.comm.transport.comm_thread import CommThread
@@ -167,7 +167,7 @@ def _ranks(size: int) -> Iterator[list[Rank]]:
         mock.patch.object(dense_bucket, "start_all_reduce", sums.start),
         mock.patch.object(sparse_bucket, "start_all_reduce", sums.start),
         mock.patch.object(in_flight, "start_all_reduce", sums.start),
-        mock.patch.object(count_calls, "start_all_reduce", sums.start),
+        mock.patch.object(guards, "start_all_reduce", sums.start),
     ):
         try:
             yield [Rank(world, connect(world)) for world in worlds]

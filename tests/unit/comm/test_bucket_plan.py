@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.comm.engine.bucket_set import ParamInfo, plan_buckets
+from farandole.comm.engine.buckets import ParamInfo, plan_buckets
 
 CPU = torch.device("cpu")
 

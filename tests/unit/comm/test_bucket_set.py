@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from farandole.comm.engine.bucket import Bucket
-from farandole.comm.engine.bucket_set import BucketSet, ChosenCodecs
+from farandole.comm.engine.buckets import BucketSet, ChosenCodecs
 from farandole.comm.engine.parameters import ParameterTable
 from farandole.core.vocabulary.codec_spec import EXACT, CodecSpec
 from farandole.core.vocabulary.errors import ConfigError, Mismatch, PlanError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from farandole.comm.autotune.probe import ProbeRequest
 from farandole.comm.codecs.registry import make_codec
 from farandole.comm.engine.bucket import MARKS, DenseBucket, SparseBucket
-from farandole.comm.engine.bucket_set import BucketSet
+from farandole.comm.engine.buckets import BucketSet
 from farandole.comm.engine.coded_bucket import CarryOver, CodedBucket
 from farandole.comm.engine.grad_ownership import FlatGradients
 from farandole.comm.engine.in_flight import BucketTimer

@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 from torch import nn
 
-from farandole.comm.engine import count_calls
-from farandole.comm.engine.count_calls import CountCalls
+from farandole.comm.engine import guards
+from farandole.comm.engine.guards import CountCalls
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import Mismatch
@@ -85,7 +85,7 @@ def test_ranks_compare_by_the_store_once_and_a_single_rank_never(monkeypatch: py
         asked.append(name)
         return all_gather_json(world, name, value)
 
-    monkeypatch.setattr(count_calls, "all_gather_json", count)
+    monkeypatch.setattr(guards, "all_gather_json", count)
 
     def body(rank: Rank) -> float:
         return sum(weigh(rank, 1.0) for _ in range(3))

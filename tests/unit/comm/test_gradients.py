@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from farandole.comm.engine.grad_ownership import LocalAccumulation, lie_as_parameters, zero_missing_grads
-from farandole.comm.engine.options import ReducerOptions
+from farandole.comm.engine.guards import SingleGradientGuard
 from farandole.comm.engine.parameters import (
+    ReducerOptions,
     describe_parameter,
     layout_of,
     require_dense_parameters,
 )
-from farandole.comm.engine.parts import SingleGradientGuard
 from farandole.core.vocabulary.errors import ConfigError
 
 

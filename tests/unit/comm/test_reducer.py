@@ -13,9 +13,10 @@ from torch import nn
 
 from farandole.comm.autotune.profile import PassTimings
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.engine.autograd_hooks import PassTimes
+from farandole.comm.engine.guards import REMEDY, refuse_messages
 from farandole.comm.engine.in_flight import OpenRoute
-from farandole.comm.engine.options import REMEDY, device_of, refuse_messages
+from farandole.comm.engine.parameters import device_of
+from farandole.comm.engine.passes import OpenPass
 from farandole.core.vocabulary.codec_spec import CodecSpec
 from farandole.core.vocabulary.errors import CommError, ConfigError, Mismatch, PlanError
 from farandole.core.vocabulary.events import BACKWARD, BucketFacts, BucketLayout, Exchange, Phase
@@ -123,7 +124,7 @@ def test_buckets_leave_without_their_frozen_members_and_wait_for_them_again() ->
         reducer = rank.reducer(named, Plan(route="flat", **ONE_EACH))
         seen: list[int] = []
         for parameter in named.values():
-            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.parts.in_flight.launched))
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(reducer.in_flight.launched))
         passes = []
         for trains in (True, True, False, False, False, True, True):
             named["b"].requires_grad_(trains)
@@ -304,7 +305,7 @@ def test_an_exchange_and_the_backward_pass_before_it_are_recorded() -> None:
         reducer = rank.reducer(named, Plan(route="flat", accumulate=2))
         for turn in range(4):
             reducer.backward_begins()
-            begun = reducer.passes.times.backward_seconds
+            begun = reducer.passes.current.backward_seconds
             backward(named, a=1.0)
             (*_, phase) = phases = rank.events.of(Phase)
             assert len(phases) == turn + 1
@@ -328,20 +329,21 @@ def test_an_exchange_and_the_backward_pass_before_it_are_recorded() -> None:
 
 def test_times_of_a_step_for_the_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
-    monkeypatch.setattr("farandole.comm.engine.autograd_hooks.time.monotonic", lambda: now[0])
-    times = PassTimes([7.0, 7.0])
-    times.open(2, is_tuned=True)
-    assert times.ready_seconds == [0.0, 0.0]
+    monkeypatch.setattr("farandole.comm.engine.passes.time.monotonic", lambda: now[0])
+    times = OpenPass(2)
+    times.ready_seconds, times.arrivals, times.seen = [7.0, 7.0], [1], bytearray(b"\0\1")
+    times.open(is_tuned=True)
+    assert (times.ready_seconds, times.arrivals, times.seen) == ([0.0, 0.0], [], bytearray(2))
     times.ready_seconds[1] = 11.0
     assert times.close(12.0, 13.0) == PassTimings(10.0, 10.0, 12.0, 13.0, [0.0, 11.0]), "it began with the pass"
     times.forward_begin_seconds = 14.0
     now[0] = 15.0
-    times.open(2, is_tuned=True)
+    times.open(is_tuned=True)
     now[0] = 16.0
-    times.open(2, is_tuned=True)
+    times.open(is_tuned=True)
     assert times.backward_seconds == 10.0, "of the first pass, until it is recorded"
     assert times.close(17.0, 18.0) == PassTimings(14.0, 16.0, 17.0, 18.0, [0.0, 0.0]), "it began with its forward"
-    times.open(2, is_tuned=False)
+    times.open(is_tuned=False)
     assert times.close(17.0, 18.0).forward_begin_seconds == 0.0
     times.ready_seconds = [1.0, 2.0, 3.0]
     times.forget_ready()
@@ -361,7 +363,7 @@ def test_forward_begins_once_a_step_and_asks_for_what_is_wrong_with_the_model(
         reducer.forward_begins()
         now[0] = 20.0
         reducer.forward_begins()
-        assert reducer.passes.times.forward_begin_seconds == 10.0
+        assert reducer.passes.current.forward_begin_seconds == 10.0
         add_pass(named, a=1.0)
         with torch.no_grad():
             reducer.forward_begins()
@@ -451,7 +453,7 @@ def test_nan_is_passed_on_and_rolled_back_when_no_step_uses_it(then: str) -> Non
         if then != "kept":
             for parameter in named.values():
                 parameter.grad = None
-        reducer.parts.nonfinite.rollback_if_dropped()
+        reducer.passes.guards.nonfinite.rollback_if_dropped()
         assert torch.equal(residuals()["b"], (before if then == "dropped" else after)["b"])
 
     play(2, body)

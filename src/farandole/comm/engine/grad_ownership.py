@@ -69,7 +69,10 @@ class LossScale:
 class LocalAccumulation:
     """What the passes since the last exchange left in ``parameter.grad``. See [Note: the true mean]."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], *, may_hold: bool = True) -> None:
+        """`may_hold`: whether passes may be held at all; from ZeRO stage 2 on shards are kept."""
+        self.may_hold = may_hold
+        self.loss_scale = LossScale()
         self.passes = 0
         """Backward passes whose gradients have not been exchanged."""
         self.uncounted = 0

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from ...core.vocabulary.errors import CommError, Mismatch
-from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes
+from ...core.vocabulary.events import BucketFacts, BucketLayout, BucketTimes, Exchange, Recorder
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks
 from ..autotune.on_device import DeviceMeasures
@@ -37,10 +37,10 @@ from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
 from .bucket import Bucket, LateSteps, Waitable
-from .bucket_set import BucketSet
+from .buckets import BucketSet
+from .guards import refuse_messages
 from .noise_sums import NoiseSums
-from .options import ExtraTensors, device_of, refuse_messages
-from .parameters import ParameterTable
+from .parameters import ExtraTensors, ParameterTable, device_of
 
 
 # What exchanges of gradients on a device need beside their buckets: streams of a pass, and steps compared
@@ -106,8 +106,9 @@ class _Begun(NamedTuple):
 class InFlightBuckets:
     """A reducer's buckets that have been launched and not been waited for, exchange by exchange."""
 
-    def __init__(self, world: World, buckets: BucketSet, open_route: OpenRoute) -> None:
-        self._world, self._set, self._open_route = world, buckets, open_route
+    def __init__(self, world: World, buckets: BucketSet) -> None:
+        self._world, self.buckets = world, buckets
+        self.open_route = OpenRoute(world)
         # - Of the current exchange
         self.is_exchanging = False
         """Whether buckets are launched as soon as they are complete."""
@@ -125,6 +126,8 @@ class InFlightBuckets:
         self._extra_works: list[tuple[ExtraTensors, dist.Work]] = []
         # - For the records
         self._described: list[Bucket] = []
+        self.watcher: Recorder | None = None
+        """Hears of the exchanges of this reducer alone."""
         self.noise: NoiseSums | None = None
         """What measures the gradients on their way, if anything does."""
 
@@ -150,15 +153,15 @@ class InFlightBuckets:
         """
         self.is_exchanging = True
         self.launched, self._begun, self._marked = 0, _Begun(steps, max(1, passes), epoch), None
-        route = self._open_route.route
+        route = self.open_route.route
         if route is not None and route.on_device is not None:
             self.on_device = self.on_device or DeviceExchanges()
             self.on_device.begin(route.on_device.streams)
         self._works, self._timers, self._extra_works = [], [], []
-        for bucket in self._set.buckets:
+        for bucket in self.buckets.buckets:
             bucket.pending = len(bucket.members)
-        if self._set.frozen:
-            self._set.expect_unfrozen()
+        if self.buckets.frozen:
+            self.buckets.expect_unfrozen()
 
     def ignore_steps(self) -> None:
         """Agree with the other ranks' numbers of steps in this exchange, whatever they are."""
@@ -175,43 +178,43 @@ class InFlightBuckets:
         for extra in self._extra:
             tensor = extra.pack(factor / self._world.size)
             with translated(self._world, "all-reduce of buffers"):
-                work = start_all_reduce(tensor, self._open_route.require().group)
+                work = start_all_reduce(tensor, self.open_route.require().group)
             self._extra_works.append((extra, work))
 
     def launch_complete(self, weight: float) -> None:
         """Launch, in the agreed order, every bucket up to the first that is not complete."""
-        buckets = self._set.buckets
+        buckets = self.buckets.buckets
         while self.launched < len(buckets) and buckets[self.launched].pending <= 0:
             self._launch_next(weight)
 
     def launch_rest(self, weight: float) -> None:
         """Launch all buckets that are not launched, complete or not."""
-        while self.launched < len(self._set.buckets):
+        while self.launched < len(self.buckets.buckets):
             self._launch_next(weight)
 
     def _launch_next(self, weight: float) -> None:
-        bucket = self._set.buckets[self.launched]
+        bucket = self.buckets.buckets[self.launched]
         if self.on_device is not None:
             self.on_device.join_streams()
         try:
             bucket.load(weight)
         except RuntimeError as problem:
-            raise self._set.explain_load(bucket, problem) from None
+            raise self.buckets.explain_load(bucket, problem) from None
         if self.noise is not None and self.noise.is_measuring:
             self.noise.add_own(bucket)
         if self._marked is None and bucket.mark_steps(self._mark):
             self._marked = bucket
-        if self._set.carry_over.is_active:
-            self._set.carry_over.add_to(bucket)
+        if self.buckets.carry_over.is_active:
+            self.buckets.carry_over.add_to(bucket)
         if self._world.groups.sockets.shut_down or self._world.in_forked_child:
             refuse_if_ended(self._world, "all-reduce", bucket=self.launched)
         launch = time.monotonic()
         try:
-            work = bucket.launch(self._open_route.route or self._open_route.require())
+            work = bucket.launch(self.open_route.route or self.open_route.require())
         except RuntimeError as problem:
             raise translate_error(problem, self._world, "all-reduce", bucket=self.launched) from None
         self._works.append(work)
-        on_host = self._set.table.parameters[bucket.members[0]].is_cpu
+        on_host = self.buckets.table.parameters[bucket.members[0]].is_cpu
         self._timers.append(BucketTimer(launch, work, on_host=on_host))
         self.launched += 1
 
@@ -244,8 +247,8 @@ class InFlightBuckets:
         self._agree_on_overflow()
         self._compare_steps([steps_begun, self._begun.passes, self._begun.epoch], exchanges_done)
         if self.noise is not None:
-            self.noise.finish(self._set.buckets, carries_over=self._set.carry_over.is_active)
-        for bucket in self._set.buckets:
+            self.noise.finish(self.buckets.buckets, carries_over=self.buckets.carry_over.is_active)
+        for bucket in self.buckets.buckets:
             bucket.finalize()
         self.drop()
         if marks is not None:
@@ -269,7 +272,7 @@ class InFlightBuckets:
 
     def _agree_on_overflow(self) -> None:
         """Tell all ranks of rows whose sum is not finite, which their owners alone have."""
-        buckets = [bucket for bucket in self._set.buckets if bucket.owns_rows]
+        buckets = [bucket for bucket in self.buckets.buckets if bucket.owns_rows]
         if not buckets:
             return
         own = [flag for bucket in buckets for flag in bucket.find_overflow()]
@@ -283,21 +286,36 @@ class InFlightBuckets:
 
     # -- for the records -----------------------------------------------------------------------
 
+    def record(self, ready_seconds: Sequence[float], wait_begin_seconds: float, wait_end_seconds: float) -> None:
+        """Record the exchange that was waited for. `ready_seconds`: by parameter, 0.0 is not ready."""
+        recorder = self._world.session.recorder
+        layout = self.changed_layout()
+        if layout is not None:
+            recorder.record(layout)
+        times = self.close_times(ready_seconds, wait_end_seconds)
+        launches = tuple(bucket.launch_seconds for bucket in times)
+        sent = sum(bucket.sent_bytes for bucket in times)
+        number = self.open_route.number or 0
+        exchange = Exchange(launches, wait_begin_seconds, wait_end_seconds, sent, times, number)
+        recorder.record(exchange)
+        if self.watcher is not None:
+            self.watcher.record(exchange)
+
     def close_times(self, ready_seconds: Sequence[float], now: float) -> tuple[BucketTimes, ...]:
         """Return the times of buckets that were done by `now`. `ready_seconds`: by parameter, 0.0 is not ready."""
         timers, self._timers = self._timers, []
         return tuple(
             timer.close(bucket, ready_seconds, now)
-            for timer, bucket in zip(timers, self._set.buckets, strict=True)
+            for timer, bucket in zip(timers, self.buckets.buckets, strict=True)
         )
 
     def changed_layout(self) -> BucketLayout | None:
         """Return what is in the buckets, when it is not what was returned last."""
-        if self._set.buckets == self._described:
+        if self.buckets.buckets == self._described:
             return None
-        self._described = self._set.buckets
-        facts = tuple(_facts(bucket, self._set.table.names) for bucket in self._described)
-        return BucketLayout(self._open_route.name, facts, self._open_route.number or 0)
+        self._described = self.buckets.buckets
+        facts = tuple(_facts(bucket, self.buckets.table.names) for bucket in self._described)
+        return BucketLayout(self.open_route.name, facts, self.open_route.number or 0)
 
 
 class BucketTimer:
@@ -413,6 +431,11 @@ class OpenRoute:
         """Which reducer of its world this is, in the order of connecting; None before."""
         self.is_closed = False
         """Whether gradients stay local from now on."""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the ranks are not connected yet."""
+        return self.route is None and not self.is_closed
 
     def connect(
         self,

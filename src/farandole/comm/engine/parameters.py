@@ -1,14 +1,74 @@
-"""Parameters by what their gradients are: those that are exchanged, rows of them, squares, and second order."""
+"""What a reducer is given: options of a front end, and parameters by their gradients: rows, squares, order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.errors import CommError, ConfigError
+
+# How a front end configures its reducer: when ranks connect, what the result is, what travels along.
+
+
+class ExtraTensors(Protocol):
+    """Something small that travels with every exchange, launched before the first bucket."""
+
+    def prepare(self) -> bool:
+        """Agree with all ranks on what will travel, and return whether anything will.
+
+        Called once, in the first pass.
+        """
+
+    def pack(self, weight: float) -> torch.Tensor:
+        """Return the tensor to sum over the ranks in place, of the same shape on all ranks in every exchange.
+
+        `weight`: this rank's share of the samples.
+        """
+
+    def unpack(self) -> None:
+        """Take the sum."""
+
+
+def _unchanged(problem: CommError) -> Exception:
+    return problem
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class ReducerOptions:
+    """What differs between front ends; see `DEFAULT_OPTIONS`."""
+
+    model: str = "this model"
+    """What notices call it, such as the class of the model."""
+    lazy_init: bool = False
+    """Connect to the other ranks in the first exchange, not in the constructor."""
+    before_connecting: Callable[[], None] = _nothing
+    """Called before the first message to the other ranks."""
+    reduce_op: Literal["mean", "sum"] = "mean"
+    """What gradients become over the ranks."""
+    is_compared: bool = False
+    """Whether the parameters are known to be the same on all ranks."""
+    include_frozen: bool = False
+    """Exchange all parameters that required a gradient in the constructor, frozen since or not."""
+    on_second_gradient: Callable[[str], Exception | None] | None = None
+    """Makes the error for a parameter's second gradient between two calls of `begin_step`; None: it is fine."""
+    mesh: DeviceMesh | None = None
+    """All ranks, to which the rows of gradients are divided; None: every rank gets all of them."""
+    map_error: Callable[[CommError], Exception] = _unchanged
+    """What is raised in a backward pass for a failure of communication."""
+
+
+DEFAULT_OPTIONS = ReducerOptions()
+"""What `fd.distribute` needs."""
+
 
 # Where the rows of several tensors lie in a flat tensor of one block for each rank: pure, on shapes.
 #
@@ -152,6 +212,11 @@ class ParameterTable:
         """Return what must be equal on all ranks, and let gradients lie as their parameters do now, for ever."""
         self.layouts = [layout_of(parameter) for parameter in self.parameters]
         return [fact for name, parameter in self.named for fact in describe_parameter(name, parameter)]
+
+
+def device_of(parameters: Sequence[torch.Tensor]) -> torch.device:
+    """Return the device that `parameters` are on: another than the CPU where one of them is elsewhere."""
+    return next((parameter.device for parameter in parameters if not parameter.is_cpu), torch.device("cpu"))
 
 
 def relink_hooks(parameter: torch.Tensor) -> None:

@@ -4,10 +4,11 @@
 launched while backward still runs, in one order that all ranks agreed on; when backward ends, the rest is launched
 and all is waited for. Not here: models, optimizers, buffers, files. Where to find what:
 
-- `autograd_hooks`: hooks, and what happens in a backward pass
+- `passes`: hooks, and what happens in a backward pass
 - `in_flight`: buckets that are launched and not waited for
-- `bucket_set`: which parameters travel together
-- `parts`: the parts, and how they connect and switch codecs
+- `buckets`: which parameters travel together
+- `guards`: what must not pass silently
+- `tuning`: by which route, codecs and sizes gradients travel
 
 [Note: one exchange a step] A front end may promise that gradients are exchanged exactly once between two steps
 (`ReducerOptions`): then a rank whose backward pass touched nothing exchanges at the step, with `exchange`, and
@@ -36,13 +37,13 @@ from ..codecs import saved_state
 from ..codecs.registry import require_packer
 from ..device.streams import has_streams
 from ..world.world import World
-from .autograd_hooks import BackwardPasses
-from .bucket_set import BucketSet
+from .buckets import BucketSet
+from .in_flight import InFlightBuckets
 from .noise_sums import NoiseReading, NoiseSums
-from .options import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions, device_of
-from .parameters import relink_hooks
-from .parts import ReducerParts
+from .parameters import DEFAULT_OPTIONS, ExtraTensors, ReducerOptions, device_of, relink_hooks
+from .passes import BackwardPasses
 from .row_gather import LateRows, RowGather
+from .tuning import ExchangeTuning
 
 
 class GradientReducer:
@@ -63,68 +64,73 @@ class GradientReducer:
         self.plan = plan = plan.with_bucket_bytes(on_device=has_streams(device))
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
-        buckets = BucketSet(world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh)
+        self.options = options
+        buckets = self.buckets = BucketSet(
+            world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh
+        )
         if buckets.codecs.why_useless and world.rank == 0:
             write_notice(f"{options.model}: {buckets.codecs.why_useless}")
-        self.parts = ReducerParts(world, plan, options, buckets)
-        self.passes = BackwardPasses(self.parts, owner=self)
-        self._when_dropped = self.parts.open_route.close_with(self)
+        self.in_flight = InFlightBuckets(world, buckets)
+        self.open_route = self.in_flight.open_route
+        self.tuning = ExchangeTuning(world, plan, options, self.in_flight)
+        self.passes = BackwardPasses(world, self.in_flight, self.tuning, self)
+        self._when_dropped = self.open_route.close_with(self)
         if not options.lazy_init:
-            self.parts.connect()
+            self.tuning.connect()
         world.session.call_on_close(self.remove)
         world.session.call_in_forked_child(self.forget)
         for index, (_, parameter) in enumerate(parameters):
             if parameter.is_floating_point() or parameter.is_complex():
                 self.passes.hook(index)
-        world.session.batch_weight.subscribe(self.parts.local.share_changes)
+        world.session.batch_weight.subscribe(self.passes.local.share_changes)
 
     # -- queries -----------------------------------------------------------------------------
 
     @property
     def route(self) -> str:
         """The route that gradients travel by; "none" before the ranks are connected."""
-        return self.parts.open_route.name
+        return self.open_route.name
 
     @property
     def mesh(self) -> DeviceMesh | None:
         """All ranks, to which rows are divided; None where every rank has whole gradients."""
-        return self.parts.options.mesh
+        return self.options.mesh
 
     @property
     def route_reason(self) -> str:
         """Why it was chosen."""
-        return self.parts.open_route.reason
+        return self.open_route.reason
 
     @property
     def tuner(self) -> Autotuner | None:
         """What chooses codecs, with codec "auto" where there is something to choose."""
-        return self.parts.tuner
+        return self.tuning.tuner
 
     @property
     def bucket_bytes(self) -> list[int]:
         """Bytes of each bucket in launch order; empty before the first pass."""
-        return [bucket.gradients.nbytes for bucket in self.parts.buckets.buckets]
+        return [bucket.gradients.nbytes for bucket in self.buckets.buckets]
 
     @property
     def names_by_bucket(self) -> list[list[str]]:
         """Names of the parameters in each bucket in launch order; empty before the first pass."""
-        names = self.parts.buckets.table.names
-        return [[names[index] for index in bucket.members] for bucket in self.parts.buckets.buckets]
+        names = self.buckets.table.names
+        return [[names[index] for index in bucket.members] for bucket in self.buckets.buckets]
 
     @property
     def has_codecs(self) -> bool:
         """Whether some gradients are encoded by codecs, which may keep residuals."""
-        return any(not bucket.spec.is_exact for bucket in self.parts.buckets.buckets)
+        return any(not bucket.spec.is_exact for bucket in self.buckets.buckets)
 
     @property
     def follows_loss_scale(self) -> bool:
         """Whether the scale of a `GradScaler` matters: to residuals of codecs, or to the noise scale."""
-        return self.parts.in_flight.noise is not None or self.has_codecs
+        return self.in_flight.noise is not None or self.has_codecs
 
     @property
     def is_open(self) -> bool:
         """Whether gradients are still exchanged."""
-        return not self.parts.open_route.is_closed
+        return not self.open_route.is_closed
 
     @property
     def exchanges_done(self) -> int:
@@ -139,47 +145,47 @@ class GradientReducer:
     @property
     def passes_held(self) -> int:
         """Backward passes whose gradients are to be exchanged with a later one's."""
-        return self.parts.local.passes
+        return self.passes.local.passes
 
     def divide_alone(self, more: int) -> None:
         """Leave `more` passes of the next exchange out of what is compared with the other ranks.
 
         For parts that this rank divides its batch into by itself; negative where it makes fewer than the others.
         """
-        self.parts.local.forget_cleared()
-        self.parts.local.uncounted = more
+        self.passes.local.forget_cleared()
+        self.passes.local.uncounted = more
 
     @property
     def share_of_batch(self) -> float:
         """This rank's share of the samples in the last backward pass, over the mean share."""
-        return self.parts.local.factor
+        return self.passes.local.factor
 
     @property
     def step_is_skipped(self) -> bool:
         """Whether the plan skips the step that comes: gradients held NaN or infinity, and are gone."""
-        return self.parts.nonfinite.is_skipped
+        return self.passes.guards.nonfinite.is_skipped
 
     @property
     def mean_is_finite(self) -> bool:
         """Whether the last exchange gave gradients without NaN and infinity; reads all of them."""
-        return all(bucket.gradients.is_finite for bucket in self.parts.buckets.buckets)
+        return all(bucket.gradients.is_finite for bucket in self.buckets.buckets)
 
     # -- a step ------------------------------------------------------------------------------
 
     def forward_begins(self) -> None:
         """Note when the first forward pass of a step begins; for the tuner's picture of a step."""
         if torch.is_grad_enabled():
-            self.parts.local.forget_cleared()
+            self.passes.local.forget_cleared()
             if self.before_forward is not None:
                 self.before_forward()
-        if self.parts.marks is not None:
-            self.parts.marks.forward_begins()
-        times = self.passes.times
+        if self.tuning.marks is not None:
+            self.tuning.marks.forward_begins()
+        times = self.passes.current
         times.forward_begin_seconds = times.forward_begin_seconds or time.monotonic()
 
     def backward_begins(self) -> None:
         """Note when the model's backward pass begins, which is before its first gradient is ready."""
-        self.passes.times.backward_seconds = time.monotonic()
+        self.passes.current.backward_seconds = time.monotonic()
 
     def call_after_exchange(self, call: Callable[[], None]) -> None:
         """Call `call` on all ranks after each exchange, when the gradients are the means."""
@@ -192,8 +198,8 @@ class GradientReducer:
         pass was abandoned by an exception. `is_dropped`, asked then: whether the step will not use the gradients.
         """
         self.passes.finish_abandoned()
-        if self.parts.nonfinite.undecided and not is_dropped():
-            self.parts.nonfinite.commit()
+        if self.passes.guards.nonfinite.undecided and not is_dropped():
+            self.passes.guards.nonfinite.commit()
 
     def exchange(self, *, contribute: bool = True, share: float | None = None) -> None:
         """Exchange now, whatever this rank has; to be called where other ranks' backward passes exchange.
@@ -209,7 +215,7 @@ class GradientReducer:
         To be called by all ranks, where an optimizer is about to step and nothing was exchanged since its last
         step: gradients written by hand, or of parameters whose hooks went away (`swap_tensors`), are local.
         """
-        buckets = self.parts.buckets
+        buckets = self.buckets
         found = map(buckets.table.index_by_id.get, map(id, parameters))
         indices = [index for index in found if index is not None]
         if any(buckets.was_written(index) for index in indices):
@@ -219,13 +225,13 @@ class GradientReducer:
 
     def note_used(self) -> None:
         """An optimizer steps with the gradients as they are."""
-        for bucket in self.parts.buckets.buckets:
+        for bucket in self.buckets.buckets:
             bucket.gradients.note_used()
 
     @property
     def packs_rows(self) -> bool:
         """Whether the plan packs parameters on their way to other hosts, and there are some."""
-        route = self.parts.open_route.require()
+        route = self.open_route.require()
         return self.plan.weight_codec != NONE and route.route != "shared"
 
     def row_gather(
@@ -236,7 +242,7 @@ class GradientReducer:
         `exact`: this rank's exact rows of those whose changes travel packed; None: none do.
         """
         packed = None if exact is None else (require_packer(CodecSpec.parse(self.plan.weight_codec)), exact)
-        return RowGather(self.world, self.parts.open_route.require(), parameters, packed=packed)
+        return RowGather(self.world, self.open_route.require(), parameters, packed=packed)
 
     def late_rows(self) -> LateRows:
         """Return what makes readers wait for parameters that are still on their way."""
@@ -251,21 +257,21 @@ class GradientReducer:
 
         `accumulate`: another number of passes before an exchange, on all ranks.
         """
-        self.parts.single.begin_step()
-        self.parts.local.passes = 0
+        self.passes.guards.second_gradient.begin_step()
+        self.passes.local.passes = 0
         self.passes.accumulate = accumulate or self.passes.accumulate
 
     @torch.no_grad()
     def zero_missing_grads(self) -> None:
         """Give zeros to members of dense buckets without a gradient."""
-        for bucket in self.parts.buckets.buckets:
+        for bucket in self.buckets.buckets:
             bucket.gradients.zero_missing()
 
     # -- settings ----------------------------------------------------------------------------
 
     def add_extra_tensors(self, extra: ExtraTensors) -> None:
         """Take `extra` along from the first exchange on; to be called before it."""
-        self.parts.in_flight.add_extra_tensors(extra)
+        self.in_flight.add_extra_tensors(extra)
 
     def measure_noise(
         self, take: Callable[[NoiseReading], None], *, every: int = 1, samples: int | None = None
@@ -275,8 +281,8 @@ class GradientReducer:
         Replaces an earlier call. `samples`: of a backward pass of this rank; None: as the loader of `fd.shard`
         says. Raises `ConfigError` during a backward pass.
         """
-        in_flight = self.parts.in_flight
-        if in_flight.is_exchanging or self.parts.local.passes:
+        in_flight = self.in_flight
+        if in_flight.is_exchanging or self.passes.local.passes:
             raise ConfigError("noise_scale: gradients are on their way", remedy="call it between two steps")
         noise = NoiseSums(self.world, every=every, samples=samples, take=take)
         in_flight.measure(noise)
@@ -284,7 +290,7 @@ class GradientReducer:
 
     def watch(self, watcher: Recorder) -> None:
         """Tell `watcher` of the exchanges of this reducer alone; the world's recorder takes those of all."""
-        self.passes.watcher = watcher
+        self.in_flight.watcher = watcher
 
     def switch_codecs(self, codecs: Mapping[str, CodecSpec], *, bucket_bytes: int | None = None) -> None:
         """Let the named parameters travel by other codecs, from the next exchange on.
@@ -295,12 +301,12 @@ class GradientReducer:
         that is no parameter's, `PlanError` for a codec that a parameter cannot have, and `Mismatch`, on every
         rank, when the ranks ask for different ones.
         """
-        self.parts.switch_codecs(codecs, bucket_bytes)
+        self.tuning.switch_codecs(codecs, bucket_bytes)
 
     def keep_timings(self) -> PassLog:
         """Keep the times of the newest exchanges from now on; return where."""
-        self.parts.log = self.parts.log or PassLog()
-        return self.parts.log
+        self.tuning.log = self.tuning.log or PassLog()
+        return self.tuning.log
 
     def look(self, *, lossy: bool) -> Look | None:
         """Measure what steps by other keys of the exchange are predicted by; called by all ranks between steps.
@@ -308,7 +314,7 @@ class GradientReducer:
         `lossy`: measure codecs, too. None where links cannot be measured: before the first exchange whose times
         were kept, and with a model on an accelerator.
         """
-        return self.parts.look(lossy=lossy)
+        return self.tuning.look(lossy=lossy)
 
     def switch_keys(self, keys: ExchangeKeys) -> None:
         """Exchange gradients by other keys from now on; called by all ranks, with the same, between two steps.
@@ -316,14 +322,14 @@ class GradientReducer:
         What codecs have not sent is carried over as by `switch_codecs`. Raises `ConfigError` or `PlanError`, and
         leaves all as it is, for what this world or a parameter cannot have.
         """
-        self.parts.switch_keys(keys)
+        self.tuning.switch_keys(keys)
 
     def follow_loss_scale(self, read: Callable[[], float]) -> None:
         """Take the scale of gradients from `read`: that of a `GradScaler`; it returns 0.0 for unknown."""
         if self.has_codecs:
-            self.parts.loss_scale.follow(read)
-        if self.parts.in_flight.noise is not None:
-            self.parts.in_flight.noise.loss_scale = read
+            self.passes.local.loss_scale.follow(read)
+        if self.in_flight.noise is not None:
+            self.in_flight.noise.loss_scale = read
 
     def add_extra_gradient(self, name: str, extra: tuple[torch.Tensor, float] | None) -> None:
         """Add a tensor times a number to the named parameter's next gradient that is exchanged; None: nothing.
@@ -331,22 +337,22 @@ class GradientReducer:
         Replaces an earlier call. The tensor is read when the gradient is ready. Must be equal on all ranks, or it
         is averaged.
         """
-        carry_over = self.parts.buckets.carry_over
-        carry_over.add_extra_gradient(self.parts.buckets.table.index_of[name], extra)
+        carry_over = self.buckets.carry_over
+        carry_over.add_extra_gradient(self.buckets.table.index_of[name], extra)
 
     def has_pending(self, name: str) -> bool:
         """Return whether an extra gradient has not been added to a gradient yet."""
-        return self.parts.buckets.carry_over.has_pending(self.parts.buckets.table.index_of[name])
+        return self.buckets.carry_over.has_pending(self.buckets.table.index_of[name])
 
     def exchange_state(self) -> dict[str, saved_state.Entry]:
         """Return what codecs keep on this rank, by parameter; called by all ranks."""
-        self.parts.in_flight.compare_late_steps()
-        return self.parts.buckets.state()
+        self.in_flight.compare_late_steps()
+        return self.buckets.state()
 
     def load_exchange_state(self, entries: dict[str, saved_state.Entry]) -> None:
         """Replace what codecs keep; entries of parameters without a bucket wait for it."""
-        self.parts.nonfinite.commit()
-        self.parts.buckets.load_state(entries)
+        self.passes.guards.nonfinite.commit()
+        self.buckets.load_state(entries)
 
     # -- the end -----------------------------------------------------------------------------
 
@@ -356,19 +362,19 @@ class GradientReducer:
         if late is not None:
             late.finish()
         self.passes.unhook()
-        on_device = self.parts.in_flight.on_device
+        on_device = self.in_flight.on_device
         if on_device is not None and on_device.is_known_to_differ():
-            write_notice(f"{self.parts.options.model}: gradients of different steps met in the last exchange")
-        self.parts.in_flight.drop()
-        if self.parts.tuner is not None:
-            self.parts.tuner.close()
+            write_notice(f"{self.options.model}: gradients of different steps met in the last exchange")
+        self.in_flight.drop()
+        if self.tuning.tuner is not None:
+            self.tuning.tuner.close()
         self._when_dropped.detach()
-        self.parts.open_route.close()
+        self.open_route.close()
 
     def forget(self) -> None:
         """In a forked child: gradients are this process's own, and no connection is used."""
         self.passes.unhook()
-        self.parts.in_flight.drop()
+        self.in_flight.drop()
         self._when_dropped.detach()
-        self.parts.open_route.forget()
-        self.parts.tuner = None
+        self.open_route.forget()
+        self.tuning.tuner = None

@@ -129,7 +129,7 @@ def _problem_of(here: World, model: nn.Module, reducer: GradientReducer | None) 
         return "fd.accumulate holds passes"
     if reducer is None:
         return "nothing is exchanged"
-    if reducer.parts.in_flight.noise is not None:
+    if reducer.in_flight.noise is not None:
         return "the noise of gradients is measured, by passes"
     if reducer.accumulate != 1:
         return f"accumulate = {reducer.accumulate}"

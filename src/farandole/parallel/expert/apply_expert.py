@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...comm.batch_weight import BatchWeight
-from ...comm.engine.options import ReducerOptions
+from ...comm.engine.parameters import ReducerOptions
 from ...comm.engine.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.degrees import SAME_PARAMETERS

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam
 
 from ...comm.codecs.registry import can_have, choose_codec
-from ...comm.engine.options import refuse_messages
+from ...comm.engine.guards import refuse_messages
 from ...comm.engine.reducer import GradientReducer
 from ...core.vocabulary.codec_spec import CodecSpec
 from ...core.vocabulary.errors import ConfigError

@@ -35,8 +35,8 @@ from torch import nn
 
 from ...comm.codecs.saved_state import Entry
 from ...comm.device.streams import outside_graphs, untraced
-from ...comm.engine.count_calls import CountCalls
 from ...comm.engine.grad_ownership import drop_grads
+from ...comm.engine.guards import CountCalls
 from ...comm.engine.parameters import refuse_second_order
 from ...comm.engine.row_exchange import require_shapes
 from ...comm.world.comm_errors import translated

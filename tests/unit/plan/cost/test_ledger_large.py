@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import farandole as fd
 from farandole.comm.engine.bucket import MARKS, DenseBucket
-from farandole.comm.engine.bucket_set import ParamInfo, plan_buckets
+from farandole.comm.engine.buckets import ParamInfo, plan_buckets
 from farandole.comm.engine.parameters import RowBlocks, layout_of
 from farandole.comm.engine.row_gather import _chunks
 from farandole.comm.routes import Route

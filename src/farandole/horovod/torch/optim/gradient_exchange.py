@@ -23,7 +23,7 @@ import torch
 
 from ....comm.codecs.registry import can_have
 from ....comm.engine.grad_ownership import replace_grad, zero_missing_grads
-from ....comm.engine.options import ReducerOptions
+from ....comm.engine.parameters import ReducerOptions
 from ....comm.engine.reducer import GradientReducer
 from ....comm.world.store_sync import require_same
 from ....comm.world.world import World, world

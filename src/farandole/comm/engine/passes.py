@@ -24,20 +24,22 @@ import sys
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import count
 
 import torch
 
-from ...core.vocabulary.errors import CommError, ConfigError
-from ...core.vocabulary.events import BACKWARD, Exchange, Phase, Recorder
+from ...core.vocabulary.errors import CommError
+from ...core.vocabulary.events import BACKWARD, Phase
 from ..autotune.profile import PassTimings
 from ..device.streams import outside_graphs
-from .count_calls import CountCalls
-from .in_flight import at_end_of_pass, number_of_pass
-from .parts import ReducerParts
+from ..world.world import World
+from .grad_ownership import LocalAccumulation
+from .guards import CountCalls, ReducerGuards
+from .in_flight import InFlightBuckets, at_end_of_pass, number_of_pass
 from .sharded_bucket import is_accumulating
+from .tuning import ExchangeTuning
 
 _KEPT = "_farandole_reducer"
 Ready = Callable[[int, torch.Tensor], None]
@@ -49,29 +51,23 @@ _waiting: dict[int, list[BackwardPasses]] = {}
 class BackwardPasses:
     """The backward passes over one reducer's parameters."""
 
-    def __init__(self, parts: ReducerParts, owner: object) -> None:
+    def __init__(self, world: World, in_flight: InFlightBuckets, tuning: ExchangeTuning, owner: object) -> None:
         """`owner`: kept alive by the parameters that are hooked; see [Note: what keeps a reducer alive]."""
-        parameters = len(parts.buckets.table)
-        self._parts = parts
-        self._owner = weakref.ref(owner)
-        self._handles: list[list[torch.utils.hooks.RemovableHandle]] = [[] for _ in range(parameters)]
+        plan, options, buckets = tuning.plan, tuning.options, in_flight.buckets
+        self._world, self._options = world, options
+        self._buckets, self._in_flight, self._tuning = buckets, in_flight, tuning
+        self._hooks = _Hooks(owner, buckets.table.parameters)
         self.order = next(_made)
         """When it was made, among those of this process."""
-        self.accumulate = 1 if parts.plan.zero >= 2 else parts.plan.accumulate
+        self.divisor = 1.0 if options.reduce_op == "sum" else float(world.size)
+        self.accumulate = 1 if plan.zero >= 2 else plan.accumulate
         """Passes whose gradients are added up before an exchange: the same on all ranks."""
-        self.divisor = 1.0 if parts.options.reduce_op == "sum" else float(parts.world.size)
-        # - Of the current pass
-        self._tasks: set[int] = set()
-        self._arrivals: list[int] = []
-        """Parameters that became ready and have no bucket yet, in order."""
-        self._seen = bytearray(parameters)
-        self.times = PassTimes([0.0] * parameters)
+        self.local = LocalAccumulation(buckets.table.parameters, may_hold=plan.zero < 2)
+        self.guards = ReducerGuards(world, options, buckets, plan.nonfinite)
+        self.current = OpenPass(len(buckets.table))
         # - Across passes
         self.exchanges_done = 0
         self.steps_begun = 0
-        self._counted = (0, 0)
-        """The count that the last pass went by, and the steps made before its first pass."""
-        self.watcher: Recorder | None = None
         self.after_exchange: Callable[[], None] | None = None
         """Called on all ranks when the gradients are the means."""
 
@@ -79,28 +75,15 @@ class BackwardPasses:
 
     def hook(self, index: int) -> None:
         """Call `mark_ready` when a gradient of parameter `index` is accumulated, now or when it is not frozen."""
-        handles, parameter = self._handles[index], self._parts.buckets.table.parameters[index]
-        if handles or not ((trains := parameter.requires_grad) or type(parameter) is torch.nn.Parameter):
-            return
-        vars(parameter)[_KEPT] = _Kept(self._owner())
-        parameter.requires_grad_(True)  # torch wants it so for a hook, which stays whatever is set afterwards
-        call = outside_graphs(partial(_call, weakref.WeakMethod(self.mark_ready), index))
-        handles.append(parameter.register_post_accumulate_grad_hook(call))
-        if self._parts.options.mesh is not None:
-            aside = outside_graphs(partial(_call, weakref.WeakMethod(self._set_aside_shard), index))
-            handles.append(parameter.register_hook(aside))
-        parameter.requires_grad_(trains)
+        aside = None if self._options.mesh is None else self._set_aside_shard
+        self._hooks.add(index, self.mark_ready, aside)
 
     def unhook(self) -> None:
         """Undo `hook` for all parameters."""
-        for handles, parameter in zip(self._handles, self._parts.buckets.table.parameters, strict=True):
-            for handle in handles:
-                handle.remove()
-            if handles:
-                vars(parameter).pop(_KEPT, None)
+        self._hooks.remove()
 
     def _set_aside_shard(self, index: int, _: torch.Tensor) -> None:
-        buckets = self._parts.buckets
+        buckets = self._buckets
         # Asking autograd takes longer than all else here, and after `zero_grad` there is nothing to set aside.
         if buckets.has_earlier_shard(index) and is_accumulating(buckets.table.parameters[index]):
             buckets.set_aside_shard(index)
@@ -109,97 +92,83 @@ class BackwardPasses:
 
     def mark_ready(self, index: int, parameter: torch.Tensor) -> None:
         """Note that the gradient of a parameter is accumulated; launch buckets that are complete."""
-        parts = self._parts
-        if parts.single.spent is not None:
-            parts.single.refuse_second(index, parts.buckets.table.names[index])
+        if self.guards.second_gradient.spent is not None:
+            self.guards.second_gradient.refuse_second(index, self._buckets.table.names[index])
         task = number_of_pass()
-        if task not in self._tasks:
+        if task not in self.current.tasks:
             self._enter(task)
-        if self._seen[index]:
+        if self.current.seen[index]:
             self._mark_ready_again(index, task)
-        self._seen[index] = 1
-        self.times.ready_seconds[index] = time.monotonic()
-        if parts.marks is not None:
-            parts.marks.is_ready(index)
-        if parts.in_flight.on_device is not None:
-            parts.in_flight.on_device.note_stream()
-        bucket = parts.buckets.bucket_of[index]
+        self.current.seen[index] = 1
+        self.current.ready_seconds[index] = time.monotonic()
+        if self._tuning.marks is not None:
+            self._tuning.marks.is_ready(index)
+        if self._in_flight.on_device is not None:
+            self._in_flight.on_device.note_stream()
+        bucket = self._buckets.bucket_of[index]
         if bucket is None:
-            self._arrivals.append(index)
-        elif parts.in_flight.is_exchanging:
+            self.current.arrivals.append(index)
+        elif self._in_flight.is_exchanging:
             bucket.pending -= 1
-            if bucket.pending == 0 and parts.local.aside is None:
+            if bucket.pending == 0 and self.local.aside is None:
                 try:
-                    parts.in_flight.launch_complete(self._weight)
+                    self._in_flight.launch_complete(self._weight)
                 except CommError as problem:
-                    raise parts.options.map_error(problem) from None
+                    raise self._options.map_error(problem) from None
 
     def _mark_ready_again(self, index: int, task: int) -> None:
         """Two gradients in one pass are an error: the first may be on its way, and the second was added to it.
 
         With an older pass open that is no longer running, that one was abandoned, and this one is new.
         """
-        if len(self._tasks) == 1 or _running_passes() > 1:
-            name = self._parts.buckets.table.names[index]
+        if len(self.current.tasks) == 1 or _running_passes() > 1:
+            name = self._buckets.table.names[index]
             raise CommError(
                 f"the gradient of {name!r} became ready twice in one backward pass",
-                rank=self._parts.world.job_rank,
+                rank=self._world.job_rank,
                 operation="backward",
                 remedy="use activation checkpointing with use_reentrant=False",
             )
-        self._tasks = {task}
-        if self._parts.in_flight.is_exchanging:
+        self.current.tasks = {task}
+        if self._in_flight.is_exchanging:
             self._finish_exchange()  # the same buckets on all ranks, wherever each of them gave up
         self._open()
 
     def _enter(self, task: int) -> None:
-        is_outermost = not self._tasks
-        self._tasks.add(task)
+        is_outermost = not self.current.tasks
+        self.current.tasks.add(task)
         at_end_of_pass(partial(_outside(), self._leave, task))
         if is_outermost:
             self._open()
 
     def _open(self) -> None:
-        local, share = self._parts.local, self._parts.world.session.batch_weight
-        self._arrivals = []
-        self._seen = bytearray(len(self._seen))
-        self.times.open(len(self._seen), is_tuned=(self._parts.tuner or self._parts.log) is not None)
-        if (marks := self._parts.marks) is not None:
+        local, share = self.local, self._world.session.batch_weight
+        self.current.open(is_tuned=(self._tuning.tuner or self._tuning.log) is not None)
+        if (marks := self._tuning.marks) is not None:
             marks.backward_begins()
         if share.watches or share.count_number:
             factor = share.pass_opens(torch._C._current_graph_task_id())
-            self._refuse_old_count(share.count_number)
+            self.guards.old_count.refuse(share.count_number, self.steps_begun)
         else:
             factor = share.factor
         if local.aside is None:
             local.factor = factor
-        if self._parts.in_flight.noise is not None:
-            self._parts.in_flight.noise.pass_opens(local, self.steps_begun)
-        holds = self._parts.world.session.holds_passes and self._parts.plan.zero < 2  # from 2 on, shards are kept
+        if self._in_flight.noise is not None:
+            self._in_flight.noise.pass_opens(local, self.steps_begun)
+        holds = self._world.session.holds_passes and self.local.may_hold
         if local.passes + 1 >= self.accumulate and not holds:
             self._begin_exchange(local.passes + 1)
 
-    def _refuse_old_count(self, number: int) -> None:
-        """Raise `ConfigError` when a count that was given for an earlier step is still in use."""
-        if number != self._counted[0]:
-            self._counted = number, self.steps_begun
-        elif number and self._counted[1] != self.steps_begun:
-            CountCalls.of(self._parts.world).refuse_if_others_count()
-            raise ConfigError(
-                "fd.weight was called for an earlier step and not for this one",
-                remedy="call fd.weight(count) for every batch, or fd.weight(None) to weigh by samples again",
-            )
-
     def _leave(self, task: int) -> None:
-        if task not in self._tasks:
+        if task not in self.current.tasks:
             return  # left already, or abandoned
-        self._tasks.discard(task)
-        if self._tasks:
+        self.current.tasks.discard(task)
+        if self.current.tasks:
             return  # a nested pass
-        if self._parts.local.aside is not None:
-            self._parts.local.restore()
-        if not self._parts.in_flight.is_exchanging:
-            self._parts.local.passes += 1
+        if self.local.aside is not None:
+            self.local.restore()
+        if not self._in_flight.is_exchanging:
+            self.local.passes += 1
             self._record_backward(time.monotonic())
             return
         if not (waiting := _waiting.setdefault(task, [])):
@@ -210,28 +179,28 @@ class BackwardPasses:
 
     def finish_abandoned(self) -> None:
         """Exchange what was not: after fewer than `accumulate` passes, or a pass that raised an exception."""
-        is_abandoned = bool(self._tasks)
-        self._tasks.clear()
-        if self._parts.local.aside is not None:
-            self._parts.local.restore()
-        if self._parts.in_flight.is_exchanging or self._parts.local.passes or is_abandoned:
-            if not self._parts.in_flight.is_exchanging:
-                self._begin_exchange(self._parts.local.passes)
+        is_abandoned = bool(self.current.tasks)
+        self.current.tasks.clear()
+        if self.local.aside is not None:
+            self.local.restore()
+        if self._in_flight.is_exchanging or self.local.passes or is_abandoned:
+            if not self._in_flight.is_exchanging:
+                self._begin_exchange(self.local.passes)
             self._finish_exchange()
 
     def exchange(self, *, contribute: bool, share: float | None = None) -> None:
         """See `GradientReducer.exchange`."""
-        local = self._parts.local
-        self._tasks.clear()
-        if not self._parts.in_flight.is_exchanging:
+        local = self.local
+        self.current.tasks.clear()
+        if not self._in_flight.is_exchanging:
             if not local.passes:
-                local.factor = self._parts.world.session.batch_weight.factor if share is None else share
-                self.times.forget_ready()
+                local.factor = self._world.session.batch_weight.factor if share is None else share
+                self.current.forget_ready()
             self._begin_exchange(local.passes)
         factor = local.factor
         local.factor = factor if contribute else 0.0
         if not contribute:
-            self._parts.in_flight.ignore_steps()
+            self._in_flight.ignore_steps()
         try:
             self._finish_exchange()
         finally:
@@ -240,25 +209,24 @@ class BackwardPasses:
     @property
     def _weight(self) -> float:
         """The weight of this rank's gradients in the result."""
-        return self._parts.local.factor / self.divisor
+        return self.local.factor / self.divisor
 
     def _begin_exchange(self, passes: int) -> None:
         """`passes`: those whose gradients are exchanged. See [Note: one step off]."""
-        parts = self._parts
-        if parts.nonfinite.undecided:
-            parts.nonfinite.rollback_if_dropped()
-        if parts.loss_scale.is_followed:
-            parts.buckets.rescale_kept(parts.loss_scale.change())
-        share = parts.world.session.batch_weight
-        parts.in_flight.begin(
-            self.steps_begun, passes - parts.local.uncounted if self.accumulate == 1 else 1, share.epoch.number
+        if self.guards.nonfinite.undecided:
+            self.guards.nonfinite.rollback_if_dropped()
+        if self.local.loss_scale.is_followed:
+            self._buckets.rescale_kept(self.local.loss_scale.change())
+        share = self._world.session.batch_weight
+        self._in_flight.begin(
+            self.steps_begun, passes - self.local.uncounted if self.accumulate == 1 else 1, share.epoch.number
         )
         if share.count_number:
-            CountCalls.of(parts.world).exchange_begins()
-        if parts.buckets.buckets:
-            parts.in_flight.launch_extra_tensors(parts.local.factor)
-        if parts.in_flight.noise is not None:
-            parts.in_flight.noise.begin(self.steps_begun)
+            CountCalls.of(self._world).exchange_begins()
+        if self._buckets.buckets:
+            self._in_flight.launch_extra_tensors(self.local.factor)
+        if self._in_flight.noise is not None:
+            self._in_flight.noise.begin(self.steps_begun)
 
     def _finish_exchange(self) -> None:
         self.launch_rest()
@@ -266,74 +234,65 @@ class BackwardPasses:
 
     def launch_rest(self) -> None:
         """Launch buckets that are not complete; in the first pass, agree on buckets."""
-        parts = self._parts
-        parts.in_flight.is_exchanging = False
-        is_first = not parts.buckets.buckets
-        if is_first and not parts.options.lazy_init:
-            CountCalls.of(parts.world).first_exchange()
-        if parts.world.session.batch_weight.count_number:
-            CountCalls.of(parts.world).hear_others()  # before any other meeting of the ranks
-        if parts.open_route.route is None and not parts.open_route.is_closed:
-            parts.connect()
-        if parts.in_flight.launched < len(parts.buckets.buckets):
-            parts.buckets.exclude_frozen(parts.in_flight.launched)
-        if parts.buckets.unassigned:
-            for index in parts.buckets.assign_new_parameters(self._arrivals, parts.route_of_new_buckets()):
+        self._in_flight.is_exchanging = False
+        is_first = not self._buckets.buckets
+        if is_first and not self._options.lazy_init:
+            CountCalls.of(self._world).first_exchange()
+        if self._world.session.batch_weight.count_number:
+            CountCalls.of(self._world).hear_others()  # before any other meeting of the ranks
+        if self._in_flight.open_route.is_missing:
+            self._tuning.connect()
+        if self._in_flight.launched < len(self._buckets.buckets):
+            self._buckets.exclude_frozen(self._in_flight.launched)
+        if self._buckets.unassigned:
+            route = self._tuning.route_of_new_buckets()
+            for index in self._buckets.assign_new_parameters(self.current.arrivals, route):
                 self.hook(index)
         if is_first:
-            parts.in_flight.prepare_extra_tensors()
-            parts.in_flight.launch_extra_tensors(parts.local.factor)
-        parts.in_flight.launch_rest(self._weight)
+            self._in_flight.prepare_extra_tensors()
+            self._in_flight.launch_extra_tensors(self.local.factor)
+        self._in_flight.launch_rest(self._weight)
 
     def finalize_backward(self) -> None:
         """Wait for all buckets, and let their means be the gradients."""
-        parts = self._parts
         wait_begin = time.monotonic()
         self._record_backward(wait_begin)
-        parts.in_flight.wait(self.steps_begun, self.exchanges_done, parts.marks)
-        if parts.buckets.carry_over.is_active:
-            parts.buckets.settle_carry_over()
+        self._in_flight.wait(self.steps_begun, self.exchanges_done, self._tuning.marks)
+        if self._buckets.carry_over.is_active:
+            self._buckets.settle_carry_over()
         wait_end = time.monotonic()
-        parts.local.passes = parts.local.uncounted = 0
+        self.local.passes = self.local.uncounted = 0
         self.exchanges_done += 1
-        if parts.options.on_second_gradient is not None:
-            parts.single.note_exchange(self._seen, self.accumulate)
-        self._record(wait_begin, wait_end)
-        is_bad = any(bucket.had_nonfinite or not bucket.is_settled for bucket in parts.buckets.buckets)
-        if is_bad or parts.nonfinite.is_skipped:
-            parts.nonfinite.after_exchange()
+        if self._options.on_second_gradient is not None:
+            self.guards.second_gradient.note_exchange(self.current.seen, self.accumulate)
+        self._in_flight.record(self.current.ready_seconds, wait_begin, wait_end)
+        is_bad = any(bucket.had_nonfinite or not bucket.is_settled for bucket in self._buckets.buckets)
+        if is_bad or self.guards.nonfinite.is_skipped:
+            self.guards.nonfinite.after_exchange()
         if self.after_exchange is not None:
             self.after_exchange()
-        if parts.tuner is not None or parts.log is not None:
-            parts.take_times(self.times.close(wait_begin, wait_end))
+        if (self._tuning.tuner or self._tuning.log) is not None:
+            self._tuning.take_times(self.current.close(wait_begin, wait_end))
 
     # -- records -------------------------------------------------------------------------------
 
     def _record_backward(self, end_seconds: float) -> None:
-        begin, self.times.backward_seconds = self.times.backward_seconds, 0.0
+        begin, self.current.backward_seconds = self.current.backward_seconds, 0.0
         if begin:
-            self._parts.world.session.recorder.record(Phase(BACKWARD, begin, end_seconds))
-
-    def _record(self, wait_begin_seconds: float, wait_end_seconds: float) -> None:
-        in_flight, recorder = self._parts.in_flight, self._parts.world.session.recorder
-        layout = in_flight.changed_layout()
-        if layout is not None:
-            recorder.record(layout)
-        times = in_flight.close_times(self.times.ready_seconds, wait_end_seconds)
-        launches = tuple(bucket.launch_seconds for bucket in times)
-        sent = sum(bucket.sent_bytes for bucket in times)
-        number = self._parts.open_route.number or 0
-        exchange = Exchange(launches, wait_begin_seconds, wait_end_seconds, sent, times, number)
-        recorder.record(exchange)
-        if self.watcher is not None:
-            self.watcher.record(exchange)
+            self._world.session.recorder.record(Phase(BACKWARD, begin, end_seconds))
 
 
-class PassTimes:
-    """When the current pass did what. Times of `time.monotonic`; 0.0: it did not."""
+class OpenPass:
+    """What the current backward pass has brought, and when. Times of `time.monotonic`; 0.0: it did not."""
 
-    def __init__(self, ready_seconds: list[float]) -> None:
-        self.ready_seconds = ready_seconds
+    def __init__(self, parameters: int) -> None:
+        self.tasks: set[int] = set()
+        """Autograd's numbers of it and of passes nested in it."""
+        self.arrivals: list[int] = []
+        """Parameters that became ready and have no bucket yet, in order."""
+        self.seen = bytearray(parameters)
+        """By parameter: 1 where its gradient became ready."""
+        self.ready_seconds = [0.0] * parameters
         """When each gradient was ready, by parameter."""
         self.forward_begin_seconds = 0.0
         """Start of the first forward pass of the step."""
@@ -341,11 +300,12 @@ class PassTimes:
         """When the model's backward pass began, which is before its first gradient is ready."""
         self._begin_seconds = 0.0
 
-    def open(self, parameters: int, *, is_tuned: bool) -> None:
+    def open(self, *, is_tuned: bool) -> None:
         """The first gradient of a pass is ready."""
+        self.arrivals, self.seen = [], bytearray(len(self.seen))
         now = self._begin_seconds = time.monotonic()
         self.backward_seconds = self.backward_seconds or now
-        self.ready_seconds = [0.0] * parameters
+        self.forget_ready()
         if is_tuned:
             self.forward_begin_seconds = self.forward_begin_seconds or now
 
@@ -357,6 +317,39 @@ class PassTimes:
         """Return the times of a step for the tuner, and begin the next one."""
         begin, self.forward_begin_seconds = self.forward_begin_seconds, 0.0
         return PassTimings(begin, self._begin_seconds, wait_begin_seconds, wait_end_seconds, self.ready_seconds)
+
+
+class _Hooks:
+    """On the parameters of one reducer, which they keep alive; see [Note: what keeps a reducer alive]."""
+
+    def __init__(self, owner: object, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._owner, self._parameters = weakref.ref(owner), parameters
+        self._handles: list[list[torch.utils.hooks.RemovableHandle]] = [[] for _ in parameters]
+
+    def add(self, index: int, ready: Ready, before: Ready | None) -> None:
+        """Call `ready` when a gradient of a parameter is accumulated, and `before` before it is.
+
+        Nothing where it has its hooks, or is frozen and of a kind that can take none then.
+        """
+        handles, parameter = self._handles[index], self._parameters[index]
+        if handles or not ((trains := parameter.requires_grad) or type(parameter) is torch.nn.Parameter):
+            return
+        vars(parameter)[_KEPT] = _Kept(self._owner())
+        parameter.requires_grad_(True)  # torch wants it so for a hook, which stays whatever is set afterwards
+        call = outside_graphs(partial(_call, weakref.WeakMethod(ready), index))
+        handles.append(parameter.register_post_accumulate_grad_hook(call))
+        if before is not None:
+            aside = outside_graphs(partial(_call, weakref.WeakMethod(before), index))
+            handles.append(parameter.register_hook(aside))
+        parameter.requires_grad_(trains)
+
+    def remove(self) -> None:
+        """Undo `add` for all parameters."""
+        for handles, parameter in zip(self._handles, self._parameters, strict=True):
+            for handle in handles:
+                handle.remove()
+            if handles:
+                vars(parameter).pop(_KEPT, None)
 
 
 class _Kept:
@@ -388,7 +381,7 @@ def _finish(task: int) -> None:
             try:
                 end(passes)
             except CommError as problem:
-                raise passes._parts.options.map_error(problem) from None
+                raise passes._options.map_error(problem) from None
 
 
 def _running_passes() -> int:
