@@ -22,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from .link import ring_bytes
 from .vocabulary.errors import ConfigError
@@ -37,8 +37,9 @@ Source = Literal["measured", "preset", "fitted"]
 class Coefficient:
     """A figure, where it comes from, and the interval that it is likely in."""
 
+    EXAMPLE: ClassVar[str] = '{ value = 1.25e9, source = "measured", low = 1.2e9, high = 1.3e9 }'
     value: float
-    source: Source = "preset"
+    source: Source = field(default="preset", metadata={"is_required": True})
     """"measured" on this cluster, "preset": from a table, never measured here, "fitted" to runs."""
     low: float | None = None
     """Lower end of the interval; None: not known."""

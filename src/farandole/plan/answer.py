@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
-import math
 import textwrap
-import types
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +12,12 @@ from typing import Any
 
 from ..core.cluster import Cluster
 from ..core.cluster_file import read_cluster, write_cluster
+from ..core.vocabulary.config import FieldPath, from_plain, read_mapping, to_plain
 from ..core.vocabulary.degrees import Degrees, degrees_of
 from ..core.vocabulary.errors import ConfigError, PlanError
 from ..core.vocabulary.rules import MOST_ZERO
 from ..core.vocabulary.spec import Plan
-from ..core.vocabulary.text import did_you_mean, format_table, upgrade_remedy
+from ..core.vocabulary.text import format_table, upgrade_remedy
 from ..core.vocabulary.units import format_bytes, format_rate, format_seconds, format_share
 from .candidate import Candidate
 from .cost.held import memory_of_candidate
@@ -79,7 +76,7 @@ def to_json(answer: PlanAnswer) -> str:
 
 def to_mapping(answer: PlanAnswer) -> dict[str, Any]:
     """Return everything as plain values."""
-    return {"kind": KIND, "version": VERSION, **to_plain(answer)}
+    return {"kind": KIND, "version": VERSION, **to_plain(answer, {Plan: _plan_to_plain})}
 
 
 def read_answer(plan_path: Path) -> PlanAnswer:
@@ -107,18 +104,9 @@ def read_answer(plan_path: Path) -> PlanAnswer:
 
 def read_why(path: Path) -> PlanAnswer:
     """Read the reasons of a plan; raise `PlanError` with the path of what is wrong in them."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as problem:
-        reason = getattr(problem, "strerror", None) or problem
-        raise PlanError(
-            f"cannot read {path}: {reason}", remedy="farandole plan ... --out writes it beside the plan"
-        ) from None
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as problem:
-        raise PlanError(f"{path} is not JSON: {problem}") from None
-    if not isinstance(value, dict) or value.get("kind") != KIND:
+    remedy = "farandole plan ... --out writes it beside the plan"
+    value = read_mapping(path, error=PlanError, remedy=remedy, is_json=True)
+    if value.get("kind") != KIND:
         raise PlanError(f'{path} holds no reasons of a plan: its kind is not "{KIND}"')
     version = value.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
@@ -127,97 +115,15 @@ def read_why(path: Path) -> PlanAnswer:
             remedy=upgrade_remedy(),
         )
     body = {key: each for key, each in value.items() if key not in ("kind", "version")}
-    answer: PlanAnswer = from_plain(PlanAnswer, body, path.name)
-    return answer
+    where = FieldPath(path.name, error=PlanError, needs_all=True)
+    return from_plain(PlanAnswer, body, where, {Plan: lambda table, path: Plan.from_mapping(table, where=path)})
 
 
-# Frozen dataclasses to plain values and back, strictly: a wrong value is an error with the path to it.
-
-
-def to_plain(value: Any) -> Any:
-    """Return dicts, lists, texts and numbers; of a plan the keys that are not as by default."""
-    if isinstance(value, Plan):
-        default = Plan()
-        keys = [key for key, each in value.to_mapping().items() if each != getattr(default, key)]
-        return {"version": value.version} | {key: to_plain(getattr(value, key)) for key in keys}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {each.name: to_plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        return {key: to_plain(each) for key, each in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_plain(each) for each in value]
-    return value
-
-
-def from_plain(kind: Any, value: Any, path: str) -> Any:
-    """Return `value` as `kind`; raise `PlanError` with the path of what is missing, unknown or of another type."""
-    if kind is Plan:
-        return Plan.from_mapping(_table(value, path), where=path)
-    if dataclasses.is_dataclass(kind):
-        return _record(kind, _table(value, path), path)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in arguments:
-            return None
-        return from_plain(next(each for each in arguments if each is not type(None)), value, path)
-    if origin is typing.Literal:
-        if value not in arguments:
-            raise PlanError(f"{path} = {value!r}, expected one of {', '.join(map(repr, arguments))}")
-        return value
-    if origin is tuple:
-        return _tuple(arguments, value, path)
-    if origin is not None and issubclass(origin, Mapping):
-        table = _table(value, path)
-        return {
-            from_plain(arguments[0], key, f"{path}: a key"): from_plain(arguments[1], each, f"{path}.{key}")
-            for key, each in table.items()
-        }
-    return _scalar(kind, value, path)
-
-
-def _record(kind: Any, table: Mapping[str, Any], path: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    names = [each.name for each in dataclasses.fields(kind)]
-    for key in table:
-        if key not in names:
-            raise PlanError(f"{path}: unknown key {key!r}", remedy=did_you_mean(key, names))
-    missing = [name for name in names if name not in table]
-    if missing:
-        raise PlanError(f"{path}: {missing[0]} is missing")
-    return kind(**{name: from_plain(hints[name], table[name], f"{path}.{name}") for name in names})
-
-
-def _tuple(arguments: tuple[Any, ...], value: Any, path: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise PlanError(f"{path} = {_short(value)}, expected a list")
-    if arguments[-1] is Ellipsis:
-        return tuple(from_plain(arguments[0], each, f"{path}.{i}") for i, each in enumerate(value))
-    if len(value) != len(arguments):
-        raise PlanError(f"{path} has {len(value)} values, expected {len(arguments)}")
-    pairs = zip(arguments, value, strict=True)
-    return tuple(from_plain(kind, each, f"{path}.{i}") for i, (kind, each) in enumerate(pairs))
-
-
-def _table(value: Any, path: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise PlanError(f"{path} = {_short(value)}, expected a table")
-    return value
-
-
-def _scalar(kind: Any, value: Any, path: str) -> Any:
-    if kind is Any:
-        return tuple(value) if isinstance(value, list) else value
-    if kind is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if kind is not float and type(value) is kind:
-        return value
-    wanted = {float: "a number", int: "a whole number", str: "a text", bool: "true or false"}[kind]
-    raise PlanError(f"{path} = {_short(value)}, expected {wanted}")
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _plan_to_plain(plan: Plan) -> dict[str, Any]:
+    """Return the keys that are not as by default."""
+    default = Plan()
+    keys = [key for key, each in plan.to_mapping().items() if each != getattr(default, key)]
+    return {"version": plan.version} | {key: to_plain(getattr(plan, key)) for key in keys}
 
 
 # What a plan was made from, beside its file: the cluster and the model's profile, for `farandole simulate`.

@@ -150,7 +150,7 @@ def test_a_model_is_analysed_and_the_plan_is_applied(here: Path, capsys: pytest.
         ),
         (["--profile", "model.json", "--cluster", "nowhere.toml", "--gpus", "8"], "nowhere.toml"),
         (["--profile", "model.json", "--cluster", "dgx-a1000", "--gpus", "8"], "dgx-a100"),
-        (["--profile", "none.json", "--cluster", "cluster.toml", "--gpus", "8"], "none.json: cannot be read"),
+        (["--profile", "none.json", "--cluster", "cluster.toml", "--gpus", "8"], "there is no file none.json"),
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "0"], "--gpus 0: expected at least 1"),
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "7"], "do not fill hosts of 4"),
         (["--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--goal", "fast"], "--goal fast"),

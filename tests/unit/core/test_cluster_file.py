@@ -104,12 +104,12 @@ REFUSED = [
     (
         "memory_bytes = { value = 8e9",
         "memory_bytes = { value = nan",
-        "device.memory_bytes = nan, expected a finite",
+        "device.memory_bytes.value = nan, expected a finite",
     ),
     (
         "memory_bytes = { value = 8e9",
         "memory_bytes = { value = inf",
-        "device.memory_bytes = inf, expected a finite",
+        "device.memory_bytes.value = inf, expected a finite",
     ),
     (
         "memory_bytes = { value = 8e9",
@@ -189,7 +189,7 @@ REFUSED = [
     ),
     ("3 = 0.66", "4 = 0.66", "rank_speeds.4: there are ranks 0 to 3"),
     ("3 = 0.66", "3 = 0", "rank_speeds.3 = 0, expected more than 0"),
-    ("3 = 0.66", "x = 0.66", "rank_speeds.x: expected the number of a rank"),
+    ("3 = 0.66", "x = 0.66", "rank_speeds.x: expected a whole number from 0 as key"),
     (
         "version = 1",
         "version = 2\nfancy = 1",

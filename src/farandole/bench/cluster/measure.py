@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ...core.cluster import Cluster, CodecCost, Coefficient, FigureChange, is_changed
-from ...core.cluster_file import FieldPath, check_cluster, decode
+from ...core.cluster_file import check_cluster
+from ...core.vocabulary.config import FieldPath, from_plain
 from ...core.vocabulary.errors import ConfigError, FarandoleError
 from ...core.vocabulary.text import format_table
 from ...core.vocabulary.units import format_bytes, format_rate, format_seconds
@@ -160,6 +161,6 @@ def measure_cluster(
             "the measurement failed: " + "\n".join(account_of(code, output)),
             remedy="check the hosts: farandole test",
         )
-    cluster = decode(Cluster, result, FieldPath("measured"))
+    cluster = from_plain(Cluster, result, FieldPath("measured"))
     check_cluster(cluster, "measured")
     return cluster

@@ -1,7 +1,7 @@
-"""From text to a frozen dataclass, strictly: unknown keys are errors with the nearest name.
+"""From text and tables to frozen dataclasses, strictly: unknown keys are errors with the nearest name.
 
-One reader for TOML, JSON and ``--set key=value``, and the tables that keys of a plan may stand in. Not here: what
-the keys mean (that is the dataclass's own `__post_init__`).
+`build` reads what people type in TOML, JSON and ``--set key=value``, into the tables that keys of a plan may stand
+in. `from_plain` reads what `to_plain` wrote. Not here: what the keys mean (the dataclass's own `__post_init__`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import os
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from .errors import ConfigError
 from .text import did_you_mean
@@ -51,11 +52,14 @@ PLAN_TABLES: Final = {
 """All keys of a plan, by table; "": in none."""
 
 
-def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError, remedy: str = "") -> dict[str, Any]:
-    """Read a TOML or JSON file (by its ending) that holds one table; raise `error` when it does not.
+def read_mapping(
+    path: Path, *, error: type[ConfigError] = ConfigError, remedy: str = "", is_json: bool | None = None
+) -> dict[str, Any]:
+    """Read a TOML or JSON file that holds one table; raise `error` when it does not.
 
-    `remedy`: what to do where there is no such file, or another one.
+    `remedy`: what to do where there is no such file, or another one. `is_json`: None: its ending says so.
     """
+    is_json = path.suffix == ".json" if is_json is None else is_json
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -63,9 +67,9 @@ def read_mapping(path: Path, *, error: type[ConfigError] = ConfigError, remedy: 
     except (OSError, ValueError) as problem:
         raise error(f"cannot read {path}: {problem}") from None
     try:
-        value = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        value = json.loads(text) if is_json else tomllib.loads(text)
     except (ValueError, RecursionError) as problem:
-        kind = "JSON" if path.suffix == ".json" else "TOML"
+        kind = "JSON" if is_json else "TOML"
         raise error(f"{path} is not {kind}: {problem}", remedy=remedy) from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a {type(value).__name__}, expected a table of keys")
@@ -220,3 +224,180 @@ def _hints(kind: Any) -> tuple[tuple[str, Any, Any], ...]:
     """Return name, type and default of each field."""
     hints = typing.get_type_hints(kind)
     return tuple((each.name, hints[each.name], each.default) for each in dataclasses.fields(kind))
+
+
+# Tables that a program wrote, or that people fill in as they see it: dataclasses as plain values and back, where
+# every value has its type already, and an error has the path to what does not fit.
+
+_MOST_CHARACTERS = 80
+_BETWEEN = "/"
+"""Between the parts of a key that is a tuple."""
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+_EXAMPLES = {int: "8", float: "1.5", bool: "false", str: '"text"'}
+
+
+@dataclasses.dataclass(frozen=True)
+class FieldPath:
+    """Where a value is: a file, and the keys that lead to it."""
+
+    where: str
+    keys: tuple[str, ...] = ()
+    error: type[ConfigError] = ConfigError
+    """What `refuse` raises."""
+    remedy: str = ""
+    """What to do about any of its fields; empty: as the problem says."""
+    needs_all: bool = False
+    """Whether fields that have a default must be there, too."""
+
+    def __truediv__(self, key: object) -> FieldPath:
+        text = _BETWEEN.join(key) if isinstance(key, tuple) else str(key)
+        return dataclasses.replace(self, keys=(*self.keys, text))
+
+    def __str__(self) -> str:
+        return f"{self.where}: {'.'.join(self.keys)}" if self.keys else self.where
+
+    def refuse(self, problem: str, remedy: str = "") -> NoReturn:
+        """Raise: this path, then `problem`."""
+        raise self.error(f"{self}{problem}", remedy=remedy or self.remedy)
+
+
+def to_plain(value: Any, special: Mapping[type, Callable[[Any], Any]] | None = None) -> Any:
+    """Return dicts, lists, texts and numbers; `special`: what makes them of some types."""
+    if special and type(value) in special:
+        return special[type(value)](value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: to_plain(getattr(value, each.name), special) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {
+            _BETWEEN.join(key) if isinstance(key, tuple) else key: to_plain(each, special)
+            for key, each in value.items()
+        }
+    return [to_plain(each, special) for each in value] if isinstance(value, (tuple, list)) else value
+
+
+def from_plain(
+    kind: type[T],
+    value: Any,
+    path: FieldPath,
+    special: Mapping[type, Callable[[Mapping[str, Any], str], Any]] | None = None,
+) -> T:
+    """Return the dataclass `kind` of a table.
+
+    A field may ask to be there although it has a default (metadata "is_required"), and a type may say what one
+    looks like (`EXAMPLE`). `special`: what makes some types of a table and its path.
+
+    Raises the path's error for a key that is unknown or missing, and a value of another type or not finite.
+    """
+    return typing.cast(T, _read(kind, value, path, special or {}))
+
+
+def numbers_of(
+    value: Any, path: FieldPath, *, whole: type, name: str = ""
+) -> Iterator[tuple[FieldPath, str, Any]]:
+    """Return every number below `value` with its path and the name of its field; objects of type `whole`, too."""
+    if isinstance(value, whole) or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        yield path, name, value
+    elif dataclasses.is_dataclass(value):
+        for each in dataclasses.fields(value):
+            yield from numbers_of(getattr(value, each.name), path / each.name, whole=whole, name=each.name)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from numbers_of(each, path / key, whole=whole, name=name)
+    elif isinstance(value, tuple):
+        for number, each in enumerate(value):
+            yield from numbers_of(each, path / number, whole=whole, name=name)
+
+
+def _read(hint: Any, value: Any, path: FieldPath, special: Mapping[type, Callable[..., Any]]) -> Any:
+    origin, inside = typing.get_origin(hint), typing.get_args(hint)
+    if hint in special:
+        return special[hint](_table(hint, value, path), str(path))
+    if dataclasses.is_dataclass(hint):
+        return _record(hint, _table(hint, value, path), path, special)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in inside:
+            return None
+        return _read(next(each for each in inside if each is not type(None)), value, path, special)
+    if origin is typing.Literal:
+        if value not in inside:
+            path.refuse(f" = {_shown(value)}, expected one of {', '.join(map(repr, inside))}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            path.refuse(f" = {_shown(value)}, expected a list")
+        kinds = inside[:1] * len(value) if inside[-1] is Ellipsis else inside
+        if len(kinds) != len(value):
+            path.refuse(f" has {len(value)} values, expected {len(kinds)}")
+        return tuple(
+            _read(kind, each, path / i, special) for i, (kind, each) in enumerate(zip(kinds, value, strict=True))
+        )
+    if origin is not None and issubclass(origin, Mapping):
+        table = _table(hint, value, path)
+        return {
+            _key(inside[0], key, path / key): _read(inside[1], each, path / key, special)
+            for key, each in table.items()
+        }
+    return _scalar(hint, value, path)
+
+
+def _record(
+    kind: Any, table: Mapping[str, Any], path: FieldPath, special: Mapping[type, Callable[..., Any]]
+) -> Any:
+    hints = typing.get_type_hints(kind)
+    fields = {each.name: each for each in dataclasses.fields(kind)}
+    for name in table:
+        if name not in fields:
+            (path / name).refuse(": unknown key", did_you_mean(name, fields))
+    for name, each in fields.items():
+        has_default = each.default is not dataclasses.MISSING or each.default_factory is not dataclasses.MISSING
+        if name not in table and (path.needs_all or each.metadata.get("is_required") or not has_default):
+            (path / name).refuse(" is missing", path.remedy or f"add it: {name} = {_example(hints[name])}")
+    return kind(**{name: _read(hints[name], value, path / name, special) for name, value in table.items()})
+
+
+def _scalar(hint: Any, value: Any, path: FieldPath) -> Any:
+    if hint is Any:
+        return tuple(value) if isinstance(value, list) else value
+    if hint is float and type(value) is int:
+        try:
+            value = float(value)
+        except OverflowError:
+            path.refuse(" is too large for a number")
+    if type(value) is not hint:
+        path.refuse(f" = {_shown(value)}, expected {_WORDS[hint]}")
+    if hint is float and not math.isfinite(value):
+        path.refuse(f" = {value}, expected a finite number", "leave out what is not known, if it is optional")
+    return value
+
+
+def _table(hint: Any, value: Any, path: FieldPath) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        example = getattr(hint, "EXAMPLE", "")
+        path.refuse(f" = {_shown(value)}, expected {f'a figure such as {example}' if example else 'a table'}")
+    return value
+
+
+def _key(hint: Any, key: str, path: FieldPath) -> Any:
+    inside = typing.get_args(hint)
+    if hint is int:
+        if not (key.isascii() and key.isdigit() and str(int(key)) == key):
+            path.refuse(": expected a whole number from 0 as key")
+        return int(key)
+    if typing.get_origin(hint) is tuple:
+        if len(parts := tuple(key.split(_BETWEEN))) != len(inside):
+            path.refuse(f": expected {len(inside)} parts as key, with {_BETWEEN} between them")
+        return parts
+    if inside and key not in inside:
+        path.refuse(f": expected one of {', '.join(map(repr, inside))} as key")
+    return key
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."
+
+
+def _example(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return f'"{typing.get_args(hint)[0]}"'
+    return str(_EXAMPLES.get(hint) or getattr(hint, "EXAMPLE", "{ ... }"))
