@@ -20,8 +20,8 @@ import torch
 
 import farandole as fd
 import farandole.horovod.torch as hvd
-from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations import Request
+from farandole.horovod.named_ops.engine import NamedOpsEngine
+from farandole.horovod.named_ops.operations import Request
 from shared import seconds_of
 
 OPERATIONS_PER_STEP = 1000

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.vocabulary.errors import Mismatch
+from farandole.horovod.named_ops.engine import NamedOpsEngine
 from tests.ranks.pool import ranks
 from tests.ranks.test_coded_engine import segments_of
 from tests.ranks.test_negotiate import COMPLEX, FLOATS, INTEGERS, LARGE, engine, numbers, run, sums

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.comm.named_ops.engine import NamedOpsEngine
 from farandole.horovod.common.basics import basics
+from farandole.horovod.named_ops.engine import NamedOpsEngine
 from tests.ranks.pool import ranks
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import farandole.horovod.torch as hvd
-from farandole.comm.named_ops.operations import Request
 from farandole.horovod.common.exceptions import HorovodMismatchError
+from farandole.horovod.named_ops.operations import Request
 from farandole.horovod.torch.ops.handles import handles, synchronize
 from tests.ranks.pool import ranks
 

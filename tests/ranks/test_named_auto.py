@@ -20,15 +20,15 @@ from torch import nn
 import farandole as fd
 import farandole.horovod.torch as hvd
 from farandole.comm.autotune.probe import probe_link
-from farandole.comm.named_ops import auto_codecs
-from farandole.comm.named_ops.auto_codecs import EXACT_ROUNDS
-from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations import Request, Ticket
 from farandole.comm.transport.rank_group import RankGroup
 from farandole.comm.transport.transport import Transport
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.core.link import LinkModel
 from farandole.core.vocabulary.errors import ConfigError, Mismatch
+from farandole.horovod.named_ops import auto_codecs
+from farandole.horovod.named_ops.auto_codecs import EXACT_ROUNDS
+from farandole.horovod.named_ops.engine import NamedOpsEngine
+from farandole.horovod.named_ops.operations import Request, Ticket
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_plan import launch
 from tests.ranks.test_negotiate import engine

@@ -15,12 +15,12 @@ import farandole.horovod.torch as hvd
 from farandole.bench.codecs_check import Subject
 from farandole.bench.device_test_worker import check_named
 from farandole.comm.device.streams import simulate_device
-from farandole.comm.named_ops import data_plane, group_thread
-from farandole.comm.named_ops.group_thread import GroupThread, exchange_bytes
-from farandole.comm.named_ops.operations import PendingTicket
 from farandole.comm.transport.comm_thread import BucketWork
 from farandole.core.vocabulary.errors import CommError
 from farandole.horovod.common.compression import CodecCompressor
+from farandole.horovod.named_ops import data_plane, group_thread
+from farandole.horovod.named_ops.group_thread import GroupThread, exchange_bytes
+from farandole.horovod.named_ops.operations import PendingTicket
 from tests.ranks.pool import ranks
 from tests.ranks.test_horovod_ops import MOVED, numbers, same
 from tests.ranks.test_routes import TWO_HOSTS, pretend_two_hosts

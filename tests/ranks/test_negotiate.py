@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations import NamedOpsSettings, OperationLog, Request
 from farandole.comm.world.store_sync import all_gather_json
+from farandole.horovod.named_ops.engine import NamedOpsEngine
+from farandole.horovod.named_ops.operations import NamedOpsSettings, OperationLog, Request
 from tests.ranks.pool import _place, free_port, patient, ranks
 from tests.ranks.started import started
 
@@ -463,8 +463,8 @@ JOB = """
     import os, signal, sys, time
     import torch
     import farandole as fd
-    from farandole.comm.named_ops.engine import NamedOpsEngine
-    from farandole.comm.named_ops.operations import NamedOpsSettings, Request
+    from farandole.horovod.named_ops.engine import NamedOpsEngine
+    from farandole.horovod.named_ops.operations import NamedOpsSettings, Request
 
     world = fd.init()
     it = NamedOpsEngine(world, NamedOpsSettings(**{settings}))

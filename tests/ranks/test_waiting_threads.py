@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import farandole as fd
-from farandole.comm.named_ops.channel import ControlChannel
-from farandole.comm.named_ops.engine import NamedOpsEngine
-from farandole.comm.named_ops.operations import PendingTicket, Request, Ticket
-from farandole.comm.named_ops.stall_inspector import main_thread_place
 from farandole.comm.world.store_sync import all_gather_json
 from farandole.comm.world.world import World
 from farandole.core.vocabulary.errors import CommError
+from farandole.horovod.named_ops.channel import ControlChannel
+from farandole.horovod.named_ops.engine import NamedOpsEngine
+from farandole.horovod.named_ops.operations import PendingTicket, Request, Ticket
+from farandole.horovod.named_ops.stall_inspector import main_thread_place
 from tests.ranks.pool import ranks
 from tests.ranks.test_negotiate import engine, run, switches
 

@@ -16,11 +16,11 @@ PACKAGES = {
     "sync": (2, "when replicas synchronise"),
     "parallel": (2, "how one model is distributed"),
     "train": (3, "helpers of the training loop, each usable alone"),
-    "bench": (4, "benchmarks"),
     "horovod": (4, "compatibility front ends"),
     "integrations": (4, "front ends for transformers, Lightning, Accelerate and notebooks"),
     "keras": (4, "helpers of Keras trainings, each usable alone"),
-    "cli": (5, "parse arguments, call one function, print; no logic"),
+    "bench": (5, "benchmarks"),
+    "cli": (6, "parse arguments, call one function, print; no logic"),
 }
 """Package -> its rank and purpose. A package imports packages of lower rank only."""
 
@@ -50,7 +50,6 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
             "measure again",
         ),
         ("engine", "gradients of a backward pass: who owns them, buckets, rows, hooks, what is in flight"),
-        ("named_ops", "operations that ranks submit in any order, matched by name"),
         ("backend", 'a `torch.distributed` process group: `init_process_group("farandole")`'),
     ],
     "plan": [
@@ -152,6 +151,7 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("data", "loading data while the model computes; imports no torch"),
         ("as_horovod", "the import hook of `--as-horovod`"),
         ("mxnet", "says that there is no front end for MXNet, when it is imported"),
+        ("named_ops", "operations that ranks submit in any order, matched by name"),
         ("common", "shared by all front ends: the world, process sets, errors, small helpers"),
         (
             "exchange",

@@ -20,13 +20,13 @@ import farandole as fd
 
 from ..comm.device.tested import keep_tested
 from ..comm.messages import bytes_of
-from ..comm.named_ops.engine import NamedOpsEngine
-from ..comm.named_ops.group_thread import device_kind
-from ..comm.named_ops.operations import Request
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.env import share_device
 from ..core.vocabulary.errors import ConfigError
+from ..horovod.named_ops.engine import NamedOpsEngine
+from ..horovod.named_ops.group_thread import device_kind
+from ..horovod.named_ops.operations import Request
 from ..parallel.model import DistributedModel
 from ..train.verify.verify import Check, fingerprint
 from .cluster_test import SHARED_KINDS

@@ -8,12 +8,12 @@ from typing import Any, cast
 
 import pytest
 
-from farandole.comm.named_ops.operations import Travel
 from farandole.comm.world.session import Session
 from farandole.core.vocabulary import events
 from farandole.core.vocabulary.events import BucketFacts, BucketTimes, Event, Exchange, Phase, Started
 from farandole.horovod.exchange import step_watch
 from farandole.horovod.exchange.step_watch import Finished, Mark, Round, StepWatch
+from farandole.horovod.named_ops.operations import Travel
 from farandole.observe.diagnose import diagnose, to_text
 from farandole.observe.figures.summary import NOT_DIVIDED, summarise
 from farandole.observe.records.rows import StepRow

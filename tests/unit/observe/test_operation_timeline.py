@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.operations import OperationLog
 from farandole.core.vocabulary.errors import ConfigError
+from farandole.horovod.named_ops.operations import OperationLog
 from farandole.observe.export import operation_timeline
 from farandole.observe.export.operation_timeline import (
     GATHER_SECONDS,

@@ -26,9 +26,9 @@ from ...core.rank_variables import read_rank_variables
 from ...core.vocabulary.errors import Mismatch, Stalled
 from ...core.vocabulary.text import name_ranks
 from ..device.streams import untraced
-from ..named_ops.reductions import HostGroups, host_groups
 from ..transport.group_messages import FrameTransport
 from ..transport.host_memory import Unavailable, find_peers
+from ..transport.rank_group import HostGroups, host_groups
 from ..world.comm_errors import translate_error, translated
 from ..world.connect import agree_on_start, watch_forks
 from ..world.forks import refuse_spawned_worker

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 from ...core.vocabulary.errors import Mismatch, PeerLost
-from ..named_ops.reductions import HostGroups
 from ..transport.group_messages import FrameTransport
 from ..transport.host_memory import ALIGNMENT, PAGE_BYTES, HostBarrier, Peer, aligned, refuse, share
+from ..transport.rank_group import HostGroups
 from ..transport.transport import PendingMessage
 from ..world.store_sync import all_gather_json
 from ..world.world import World

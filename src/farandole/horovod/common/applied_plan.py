@@ -8,7 +8,7 @@ optimizers alone: ``hvd.allreduce`` and its like travel as their own arguments s
 [Note: named operations] On the tensor path gradients are named operations, which know no tuning of connections,
 and of the routes ``flat`` and ``hierarchical``; ``auto`` chooses between these. A plan that asks for more is
 refused there, because it would silently have no effect. Codecs are chosen by the engine: see
-`comm.named_ops.auto_codecs`.
+`horovod.named_ops.auto_codecs`.
 
 [Note: auto is no codec] With codec ``auto`` the plan leaves the codec open: ``compression=`` counts instead.
 """

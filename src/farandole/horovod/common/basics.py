@@ -98,11 +98,11 @@ class HorovodBasics:
         self._opened_world = False
 
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
-        from ...comm.named_ops.engine import NamedOpsEngine
-        from ...comm.named_ops.operations import NamedOpsSettings
         from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
         from ...observe.export.operation_timeline import OperationTimeline
         from ...train.session import init
+        from ..named_ops.engine import NamedOpsEngine
+        from ..named_ops.operations import NamedOpsSettings
 
         self._opened_world = not has_world()
         said_seconds = plan.plan.timeout_seconds if "timeout_seconds" in plan.sources else None

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...comm.named_ops.operations import Kind, Request
+from ..named_ops.operations import Kind, Request
 from .basics import basics
 from .operations import begin, operation_names, set_number, wait
 from .process_sets import ProcessSet, global_process_set

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...comm.named_ops.operations import EVERYBODY, NO_NAME, Request, Ticket
 from ...core.vocabulary.errors import CommError, ConfigError
+from ..named_ops.operations import EVERYBODY, NO_NAME, Request, Ticket
 from .basics import basics
 from .exceptions import from_comm_error
 from .process_sets import UNKNOWN, ProcessSet

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...comm.named_ops.operations import Reduction
+from ..named_ops.operations import Reduction
 from .exceptions import HorovodUnsupportedError
 from .util import get_average_backwards_compatibility_fun
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...comm.named_ops.engine import NamedOpsEngine
     from ...comm.world.world import World
     from ...core.job_plan import HorovodVariables, JobPlan
     from ...observe.export.operation_timeline import OperationTimeline
+    from ..named_ops.engine import NamedOpsEngine
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
@@ -79,7 +79,7 @@ def find_layout(world: World, engine: NamedOpsEngine) -> Layout:
     """Exchange places; to be called by all ranks."""
     import torch
 
-    from ...comm.named_ops.operations import Request
+    from ..named_ops.operations import Request
 
     if world.size == 1:
         return Layout(0, 1, True)

@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from ...comm.named_ops.operations import Request
 from ...core.vocabulary.codec_spec import NONE
 from ..common.basics import basics
 from ..common.exceptions import HorovodMismatchError
 from ..common.operations import begin, wait
+from ..named_ops.operations import Request
 
 
 class Place(NamedTuple):

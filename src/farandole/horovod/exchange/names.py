@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from ...comm.messages import bytes_of
-from ...comm.named_ops.operations import DTYPES, Request
 from ..common.basics import basics
 from ..common.exceptions import HorovodInternalError, HorovodMismatchError
 from ..common.objects import allgather_object
 from ..common.operations import begin, operation_names, set_number, wait
 from ..common.process_sets import ProcessSet, global_process_set
+from ..named_ops.operations import DTYPES, Request
 
 # The last error of an exchange inside a compiled step: frameworks keep its text, in an error of their own.
 

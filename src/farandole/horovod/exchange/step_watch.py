@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ...comm.named_ops.operations import Ticket, Travel
 from ...comm.world.world import World
 from ...core.vocabulary import events
 from ...core.vocabulary.codec_spec import AUTO, NONE
@@ -39,6 +38,7 @@ from ...parallel.instrument.training_facts import TrainingFacts, facts_of
 from ...train.data.loader_watch import pause_loaders, watch_loaders
 from ...train.stall_watcher import open_phases
 from ..common.running import find_running
+from ..named_ops.operations import Ticket, Travel
 
 _MOST_ROUNDS = 4096
 """Rounds of one batch: a batch with more was never ended, by an error in it."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-from ....comm.named_ops.operations import Request, Ticket
 from ....core.env import set_variables
 from ....core.vocabulary.text import install_command
 from ...common.exceptions import HorovodMismatchError
@@ -17,6 +16,7 @@ from ...exchange.layouts import FlatBucket, Place, layouts
 from ...exchange.settings import GradientSettings
 from ...exchange.step_watch import Round, RoundPart, tell
 from ...named_gradients import NamedGradients, Sent
+from ...named_ops.operations import Request, Ticket
 
 _TRAIN = ("tensorflow", "torch")
 _NOT_BUILT = (

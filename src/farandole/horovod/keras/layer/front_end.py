@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from ....comm.named_ops.operations import Kind, Request
 from ...common.compression import CodecCompressor, check_compression, name_of
 from ...common.operations import begin, operation_names, set_number, wait
 from ...common.process_sets import global_process_set
@@ -22,6 +21,7 @@ from ...common.reductions import (
 from ...exchange.names import as_array, as_torch, next_name
 from ...exchange.settings import local_variables, make_settings
 from ...exchange.step_watch import StepWatch, tell
+from ...named_ops.operations import Kind, Request
 from .backends import backend_name
 from .callbacks import BroadcastVariables, LearningRateSchedule, LearningRateWarmup, MetricAverage
 from .optimizer import distribute

@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ....comm.named_ops.operations import DTYPES, Kind, Reduction, Request
-from ....comm.named_ops.reductions import refuse_reduction
 from ....comm.native.build import Recipe, Unusable, load
 from ....core.env import native_loops_are_wanted
 from ....core.host.installed import CPP
@@ -25,6 +23,8 @@ from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import UNKNOWN, ProcessSet, global_process_set
 from ...exchange.layouts import layouts
 from ...exchange.step_watch import RoundPart
+from ...named_ops.operations import DTYPES, Kind, Reduction, Request
+from ...named_ops.reductions import refuse_reduction
 from ..installed import tf
 
 TITLES: dict[Kind, str] = {

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations import Request, Ticket
 from ...common.basics import basics
 from ...common.exceptions import HorovodInternalError, HorovodMismatchError
 from ...common.operations import begin, wait
 from ...exchange.layouts import layouts
+from ...named_ops.operations import Request, Ticket
 from ..errors import code_of, failures, refuse_session, translated
 from ..installed import tf
 from .call import (

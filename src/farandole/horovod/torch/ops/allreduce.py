@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....comm.named_ops.operations import Request
 from ....core.vocabulary.codec_spec import NONE
 from ...common.basics import basics
 from ...common.compression import Compressor, check_compression
 from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, handle_average_backwards_compatibility, reduction_of
+from ...named_ops.operations import Request
 from ..compression import Compression, codec_for
 from .handles import check_list, check_movable, check_reducible, handles, synchronize
 

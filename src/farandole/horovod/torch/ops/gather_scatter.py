@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from ....comm.named_ops.operations import Request
 from ...common.compression import CodecCompressor, Compressor, check_compression
 from ...common.exceptions import HorovodUnsupportedError
 from ...common.operations import names_of_group, operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
 from ...common.reductions import Average, Sum, check_sum_or_average, reduction_of
+from ...named_ops.operations import Request
 from ..compression import Compression
 from .allreduce import ReduceOptions, allreduce, grouped_allreduce
 from .handles import check_list, check_movable, check_reducible, handles, synchronize, wait_for_all

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....comm.named_ops.matcher import DUPLICATE
-from ....comm.named_ops.operations import DTYPE_NAMES, Request, Ticket
-from ....comm.named_ops.reductions import refuse_reduction
 from ...common.basics import basics
 from ...common.exceptions import HorovodUnsupportedError
 from ...common.operations import begin, wait
 from ...common.reductions import reduction_of
+from ...named_ops.matcher import DUPLICATE
+from ...named_ops.operations import DTYPE_NAMES, Request, Ticket
+from ...named_ops.reductions import refuse_reduction
 
 # Which tensors an operation takes.
 

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ....comm.device.accelerator import set_device
-from ....comm.named_ops.operations import JoinTicket, Request
 from ....comm.world.comm_errors import translated
 from ....comm.world.store_sync import all_gather_json
 from ....comm.world.world import World, world
@@ -36,6 +35,7 @@ from ...common.basics import basics
 from ...common.exceptions import from_comm_error
 from ...common.operations import operation_names, set_number
 from ...common.process_sets import ProcessSet, global_process_set
+from ...named_ops.operations import JoinTicket, Request
 from ..ops.handles import handles, synchronize
 
 _LONGEST_NAP_SECONDS = 0.02

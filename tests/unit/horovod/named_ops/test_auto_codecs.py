@@ -9,12 +9,12 @@ from typing import Any, cast
 import pytest
 
 from farandole.comm.autotune.autotuner import CodecChoice
-from farandole.comm.named_ops import auto_codecs
-from farandole.comm.named_ops.auto_codecs import EXACT_ROUNDS, AutoCodecs, GivenBucket, MeasuredChoice
-from farandole.comm.named_ops.operations import Operation
 from farandole.comm.transport.transport import Transport
 from farandole.core.bucket_plan import BucketPlan
 from farandole.core.link import LinkModel
+from farandole.horovod.named_ops import auto_codecs
+from farandole.horovod.named_ops.auto_codecs import EXACT_ROUNDS, AutoCodecs, GivenBucket, MeasuredChoice
+from farandole.horovod.named_ops.operations import Operation
 
 LARGE, SMALL = (300, 300), (90_000,)
 MEASURED: list[Sequence[GivenBucket]] = []

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.matcher import Announcement, Match, Matcher, disagreement
-from farandole.comm.named_ops.operations import Signature
+from farandole.horovod.named_ops.matcher import Announcement, Match, Matcher, disagreement
+from farandole.horovod.named_ops.operations import Signature
 
 
 @dataclass(eq=False)

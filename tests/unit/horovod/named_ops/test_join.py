@@ -7,8 +7,8 @@ from collections import deque
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.channel import Frame
-from farandole.comm.named_ops.shutdown import Joins, PendingJoin
+from farandole.horovod.named_ops.channel import Frame
+from farandole.horovod.named_ops.shutdown import Joins, PendingJoin
 
 
 class Rank:

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.comm.named_ops.launch_order import IN_FLIGHT, Batch, Coordinator, ReadyGroup
+from farandole.horovod.named_ops.launch_order import IN_FLIGHT, Batch, Coordinator, ReadyGroup
 
 
 @given(seed=st.integers(0, 10**6), fusion_bytes=st.integers(0, 200))

@@ -20,8 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ...comm.world.world import World
 from ...core.vocabulary.errors import CommError
-from ..world.world import World
 from .channel import ControlChannel, Events, Frame
 from .data_plane import DataPlane
 from .matcher import Matcher

@@ -6,7 +6,7 @@ import threading
 import time
 from functools import partial
 
-from farandole.comm.named_ops.operations import PendingTicket
+from farandole.horovod.named_ops.operations import PendingTicket
 
 
 def test_callbacks_before_and_after_the_end() -> None:

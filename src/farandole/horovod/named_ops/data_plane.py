@@ -27,19 +27,18 @@ from typing import Any
 
 import torch
 
+from ...comm.codecs.registry import make_codec, runs_on_devices
+from ...comm.codecs.units import UnitStates, segment_elements
+from ...comm.device.streams import streams_of
+from ...comm.messages import GroupRank
+from ...comm.transport.comm_thread import ITEM_TAGS, BucketWork, CommThread, Conversation, SegmentWork
+from ...comm.transport.rank_group import HostGroups, RankGroup, host_groups
+from ...comm.transport.transport import Transport
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
-from ..codecs.registry import make_codec, runs_on_devices
-from ..codecs.units import UnitStates, segment_elements
-from ..device.streams import streams_of
-from ..messages import GroupRank
-from ..transport.comm_thread import ITEM_TAGS, BucketWork, CommThread, Conversation, SegmentWork
-from ..transport.rank_group import RankGroup
-from ..transport.transport import Transport
 from . import collectives
 from .auto_codecs import AutoCodecs
 from .group_thread import CPU, DeviceGroups, GroupThread, deliver, input_of, to_device_of, zeros_matter
 from .operations import Operation, is_unnamed
-from .reductions import HostGroups, host_groups
 
 # What the codecs of named operations keep between two of the same name.
 MOST_NAMES = 1024
@@ -182,7 +181,7 @@ class DataPlane:
         return batch.sum_items() if first.signature.kind == "allreduce" else batch.move_items()
 
     def _groups(self, operation: Operation, codec: str) -> HostGroups | None:
-        """Return by whom an operation is reduced host by host; None where all ranks exchange with each other.
+        """Return the groups that reduce an operation host by host; None where all ranks exchange with each other.
 
         Adasum takes its pairs from all ranks, and a codec of matrices cannot take a slice of one.
         """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.comm.named_ops.group_thread import SMALL_BYTES, is_small
-from farandole.comm.named_ops.operations import Signature
+from farandole.horovod.named_ops.group_thread import SMALL_BYTES, is_small
+from farandole.horovod.named_ops.operations import Signature
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

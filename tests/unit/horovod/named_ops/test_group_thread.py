@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from farandole.comm.messages import GroupRank
-from farandole.comm.named_ops.group_thread import GroupThread, exchange_pieces
 from farandole.comm.transport.rank_group import PieceExchange
+from farandole.horovod.named_ops.group_thread import GroupThread, exchange_pieces
 
 
 def test_pieces_go_to_their_ranks_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ...comm.collectives import all_reduce
+from ...comm.device.accelerator import set_device, synchronize_stream
+from ...comm.device.streams import streams_of
+from ...comm.messages import GroupRank, Message, bytes_of, received_shape
+from ...comm.transport.comm_thread import BucketWork, CommThread, SegmentWork
+from ...comm.transport.group_messages import drive, exchange_by_group
+from ...comm.transport.rank_group import PieceExchange, RankGroup
+from ...comm.world.world import World
 from ...core.link import ring_sent_bytes
-from ..collectives import all_reduce
-from ..device.accelerator import set_device, synchronize_stream
-from ..device.streams import streams_of
-from ..messages import GroupRank, Message, bytes_of, received_shape
-from ..transport.comm_thread import BucketWork, CommThread, SegmentWork
-from ..transport.group_messages import drive, exchange_by_group
-from ..transport.rank_group import PieceExchange, RankGroup
-from ..world.world import World
 from .operations import DTYPES, Operation, Signature
 from .reductions import adasum, finish, fold, scale
 

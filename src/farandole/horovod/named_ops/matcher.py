@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...comm.codecs.registry import make_codec
 from ...core.vocabulary.codec_spec import AUTO, NONE, CodecSpec
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.text import name_ranks
-from ..codecs.registry import make_codec
 from .operations import DTYPE_NAMES, Request, Signature
 from .reductions import refuse_reduction
 

@@ -9,12 +9,10 @@ floats, truncated toward zero for integers. Booleans: sum and max are "or", prod
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ..messages import Message, accumulates_in_fp32, divide
-from ..transport.rank_group import RankGroup
+from ...comm.messages import Message, accumulates_in_fp32, divide
 
 _NO_ADDITION = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -128,42 +126,3 @@ def _combine(a: torch.Tensor, b: torch.Tensor, aa: float, bb: float, ab: float) 
     of_a = 1.0 - ab / (2.0 * aa) if aa else 1.0
     of_b = 1.0 - ab / (2.0 * bb) if bb else 1.0
     return a * of_a + b * of_b
-
-
-# Which ranks of an operation share a host: large sums are added up there before anything crosses to another.
-#
-# Each rank of a host takes one slice, 1/G of the tensor for G ranks a host, adds it up for its host, and
-# exchanges it with the ranks of the other hosts that have the same slice. A host's link then carries 2 (M-1)/M S
-# bytes for M hosts, where N ranks that send to each other directly carry 2 G (N-G)/N S.
-
-
-@dataclass(frozen=True)
-class HostGroups:
-    """The ranks of one operation, as this rank sees them."""
-
-    inside: RankGroup
-    """Those of this host."""
-    across: RankGroup
-    """Those of all hosts that carry this rank's slice."""
-
-
-def host_groups(ranks: Sequence[int], rank: int, hosts: Sequence[int]) -> HostGroups | None:
-    """Return the groups of `rank` among `ranks` (world ranks, ascending); None where hosts make no difference.
-
-    So it is on one host, with one rank a host, and with hosts of different numbers of ranks.
-
-    Args:
-        ranks: those that take part.
-        rank: this one.
-        hosts: the number of each world rank's host.
-    """
-    by_host: dict[int, list[int]] = {}
-    for each in ranks:
-        by_host.setdefault(hosts[each], []).append(each)
-    groups = list(by_host.values())
-    sizes = {len(group) for group in groups}
-    if len(groups) < 2 or len(sizes) > 1 or sizes == {1}:
-        return None
-    inside = by_host[hosts[rank]]
-    place = inside.index(rank)
-    return HostGroups(RankGroup(tuple(inside), rank), RankGroup(tuple(sorted(g[place] for g in groups)), rank))

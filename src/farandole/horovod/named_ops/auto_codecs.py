@@ -21,6 +21,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ...comm.autotune.autotuner import FALLBACK, CodecChoice, choose
+from ...comm.autotune.probe import PROBE_TAG, largest_of_all, measure_codecs, probe_bytes, probe_link
+from ...comm.transport.rank_group import HostGroups, RankGroup
+from ...comm.transport.transport import Transport
 from ...core.bucket_plan import BucketPlan
 from ...core.env import is_verbose
 from ...core.link import LinkModel, ring_factor
@@ -28,12 +32,7 @@ from ...core.step_model import CANDIDATES, CodecSpeed, Gradient, StepProfile, pr
 from ...core.vocabulary.codec_spec import NONE, CodecSpec, low_rank_pays
 from ...core.vocabulary.text import write_notice
 from ...core.vocabulary.units import format_bits_per_second, format_seconds
-from ..autotune.autotuner import FALLBACK, CodecChoice, choose
-from ..autotune.probe import PROBE_TAG, largest_of_all, measure_codecs, probe_bytes, probe_link
-from ..transport.rank_group import RankGroup
-from ..transport.transport import Transport
 from .operations import Operation
-from .reductions import HostGroups
 
 # Choose codecs for buckets that are there already: what the autotuner does, where nothing else can be changed.
 #

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..codecs.units import UnitStates
-from ..messages import GroupRank, Message, accumulates_in_fp32, divide
-from ..transport.comm_thread import Conversation
-from ..transport.rank_group import PieceExchange, RankGroup, Within
+from ...comm.codecs.units import UnitStates
+from ...comm.messages import GroupRank, Message, accumulates_in_fp32, divide
+from ...comm.transport.comm_thread import Conversation
+from ...comm.transport.rank_group import HostGroups, PieceExchange, RankGroup, Within
 from .group_thread import shares, zeros_matter
 from .operations import Operation
-from .reductions import HostGroups, adasum, finish, fold
+from .reductions import adasum, finish, fold
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

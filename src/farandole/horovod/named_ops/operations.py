@@ -20,10 +20,10 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from ...comm.device.streams import streams_of
+from ...comm.transport.comm_thread import BucketWork
 from ...core.vocabulary.codec_spec import NONE
 from ...core.vocabulary.errors import ConfigError
-from ..device.streams import streams_of
-from ..transport.comm_thread import BucketWork
 from .channel import NUMBER_MASK
 
 # The signature of a named operation, which its members compare, and its encoding.

@@ -14,11 +14,12 @@ from typing import Any, cast
 
 import torch
 
+from ...comm.transport.connect import connect_all
+from ...comm.transport.rank_group import host_groups
+from ...comm.transport.transport import Transport
+from ...comm.world.store_sync import all_gather_json, require_equal
+from ...comm.world.world import World
 from ...core.vocabulary.errors import Mismatch
-from ..transport.connect import connect_all
-from ..transport.transport import Transport
-from ..world.store_sync import all_gather_json, require_equal
-from ..world.world import World
 from .channel import ControlChannel, Events, Frame
 from .data_plane import DataPlane
 from .driver import ControllerState, Driver
@@ -26,7 +27,6 @@ from .group_thread import DeviceGroups, device_kind, inline_payloads, inline_res
 from .launch_order import LaunchOrder
 from .matcher import Announcement, Match, MatchSlot, disagreement
 from .operations import NamedOpsSettings, Operation, OperationLog, ProcessSets, ResponseCache, Signature
-from .reductions import host_groups
 from .shutdown import Joins, PendingJoin, Shutdown
 from .stall_inspector import StallInspector
 

@@ -9,7 +9,7 @@ small one reads what arrives instead of the control thread (see [Note: who reads
 submitted soon after it, or while others are on their way, is collected, and leaves when the control thread wakes
 up or a thread starts to wait; a thousand operations need few packets. This holds also for operations that are
 complete when they are submitted: the rank that is behind would otherwise send, and wake the others, for each. What
-follows a wait for a result is a first operation again: nobody is woken to send it.
+follows a wait for a result is a first operation again: no thread is woken to send it.
 
 The smallest use::
 
@@ -24,9 +24,9 @@ import threading
 import time
 from collections.abc import Sequence
 
+from ...comm.device.streams import streams_of
+from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
-from ..device.streams import streams_of
-from ..world.world import World
 from . import matcher as validation
 from .controller import Controller
 from .group_thread import is_small

@@ -11,9 +11,9 @@ import torch
 
 from farandole.comm.codecs.units import UnitStates
 from farandole.comm.messages import GroupRank
-from farandole.comm.named_ops import data_plane as codec_states
-from farandole.comm.named_ops.data_plane import StatesByName
-from farandole.comm.named_ops.operations import Operation, is_unnamed
+from farandole.horovod.named_ops import data_plane as codec_states
+from farandole.horovod.named_ops.data_plane import StatesByName
+from farandole.horovod.named_ops.operations import Operation, is_unnamed
 
 PAIR = GroupRank(0, 2)
 
