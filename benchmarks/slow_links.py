@@ -1,0 +1,110 @@
+"""Steps beside stock DDP over links of several rates, interleaved, and the chart of README.
+
+    python benchmarks/slow_links.py --out docs/results/slow-links.json --rounds 4
+    python benchmarks/slow_links.py --draw docs/results/slow-links.json docs/slow-links.svg
+
+The model is that of `farandole bench step`: a language model of 27.4 million parameters on two emulated hosts
+with a rank each. Every rate is one run of it, in which the contenders take turns. `--draw` reads what a run has
+written.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+from html import escape
+from pathlib import Path
+
+from shared import FARANDOLE, Run, make_parser, report, say
+
+NAMES = {
+    "ddp-tuned": ("DDP, best of four bucket sizes", "#9aa7b5"),
+    "none": ("Farandole, exact", "#4c78a8"),
+    "int8": ("int8 with error feedback", "#f58518"),
+    "int4": ("int4 with error feedback", "#e45756"),
+}
+"""Contenders, what the chart calls them, and their colours."""
+_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 760.0, 360.0, 62.0, 46.0, 232.0, 46.0
+
+
+def measure(rates: list[str], rounds: int) -> list[Run]:
+    """Return the result of `farandole bench step` at each rate."""
+    found = []
+    for rate in rates:
+        say(f"links of {rate}")
+        words = ["bench", "step", "--hosts", "2", "--rate", rate, "--rounds", str(rounds), "--json"]
+        done = subprocess.run(
+            [*FARANDOLE, *words, "--contenders", ";".join(NAMES)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        result = json.loads(done.stdout.strip().splitlines()[-1])
+        rows = [{key: value for key, value in row.items() if key != "samples"} for row in result["rows"]]
+        found.append({"rate": rate, "bits_per_second": result["bits_per_second"], "rows": rows})
+        say("  " + ", ".join(f"{row['contender']} {row['seconds']:.2f} s" for row in rows))
+    return found
+
+
+def draw(result: Run) -> str:
+    """Return the chart: seconds of a step over the rate of the link, both logarithmic."""
+    links = sorted(result["links"], key=lambda link: link["bits_per_second"])
+    rates = [link["bits_per_second"] / 1e6 for link in links]
+    seconds = {
+        name: [next(row["seconds"] for row in link["rows"] if row["contender"] == name) for link in links]
+        for name in NAMES
+    }
+    low, high = 0.5, max(max(values) for values in seconds.values()) * 1.15
+    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
+
+    def x(rate: float) -> float:
+        return _LEFT + math.log(rate / rates[0]) / math.log(rates[-1] / rates[0]) * (right - _LEFT)
+
+    def y(value: float) -> float:
+        return bottom - math.log(value / low) / math.log(high / low) * (bottom - _TOP)
+
+    lines = []
+    for tick in (each for each in (0.5, 1, 2, 5, 10, 20) if low <= each <= high):
+        lines.append(f'<path class="grid" d="M{_LEFT} {y(tick):.1f}H{right}"/>')
+        lines.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} s</text>')
+    lines += [f'<text x="{x(rate):.1f}" y="{bottom + 18}" text-anchor="middle">{rate:g}</text>' for rate in rates]
+    ends: list[float] = []
+    for name in sorted(NAMES, key=lambda name: seconds[name][-1], reverse=True):
+        text, color = NAMES[name]
+        points = " ".join(
+            f"{x(rate):.1f},{y(value):.1f}" for rate, value in zip(rates, seconds[name], strict=True)
+        )
+        lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>')
+        for (left, top), rate, value in zip(places, rates, seconds[name], strict=True):
+            said = f"<title>{escape(text)}: {value:.2f} s at {rate:g} Mbit/s</title>"
+            lines.append(f'<circle cx="{left:.1f}" cy="{top:.1f}" r="4" fill="{color}">{said}</circle>')
+        place = max([places[-1][1] + 4, *(end + 16 for end in ends[-1:])])
+        ends.append(place)
+        lines.append(f'<text x="{right + 12}" y="{place:.1f}" style="fill:{color};font-weight:600">{text}</text>')
+    title = "Seconds of a step over the rate of the link"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" '
+        f'aria-label="{title}"><style>text {{ font: 12px system-ui, sans-serif; fill: #667085; }} '
+        ".grid { stroke: #98a2b3; stroke-opacity: .35; } .head { font-size: 14px; font-weight: 600; }</style>"
+        f'<text class="head" x="{_LEFT}" y="22">{title}: 27.4 million parameters, 2 hosts</text>{"".join(lines)}'
+        f'<text x="{(_LEFT + right) / 2:.0f}" y="{_HEIGHT - 8}" text-anchor="middle">Mbit/s, both scales '
+        f"logarithmic; {escape(result['machine'])}, {escape(result['date'])}</text></svg>\n"
+    )
+
+
+def main() -> None:
+    parser = make_parser(
+        __doc__,
+        rates=(["100mbit", "200mbit", "500mbit", "1gbit"], "of the links between both hosts"),
+        rounds=4,
+        out=(Path, "write what was measured, as JSON"),
+    )
+    parser.add_argument("--draw", nargs=2, type=Path, metavar=("RESULT", "SVG"), help="draw a result")
+    options = parser.parse_args()
+    if options.draw is not None:
+        result, page = options.draw
+        page.write_text(draw(json.loads(result.read_text())), encoding="utf-8")
+        return
+    report({"links": measure(options.rates, options.rounds), "rounds": options.rounds}, indent=1, out=options.out)
+
+
+if __name__ == "__main__":
+    main()
