@@ -69,9 +69,8 @@ def draw(result: Run) -> str:
     ends: list[float] = []
     for name in sorted(NAMES, key=lambda name: seconds[name][-1], reverse=True):
         text, color = NAMES[name]
-        points = " ".join(
-            f"{x(rate):.1f},{y(value):.1f}" for rate, value in zip(rates, seconds[name], strict=True)
-        )
+        places = [(x(rate), y(value)) for rate, value in zip(rates, seconds[name], strict=True)]
+        points = " ".join(f"{left:.1f},{top:.1f}" for left, top in places)
         lines.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="2.5"/>')
         for (left, top), rate, value in zip(places, rates, seconds[name], strict=True):
             said = f"<title>{escape(text)}: {value:.2f} s at {rate:g} Mbit/s</title>"
