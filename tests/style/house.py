@@ -58,10 +58,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("refit", "figures of a cluster corrected by what runs took"),
         ("search", "which plans there are for a model and a cluster, and which is best"),
         ("scaling", "a plan on more ranks: the cost model over sizes, failures, goodput, how often to save"),
-        ("scaling_page", "the same as text and as a page"),
         ("batch_advice", "the batch at which communication hides, and what the critical batch says about it"),
         ("answer", "what the planner says, as text, JSON and the plan file"),
         ("answer_page", "the same as a page"),
+        ("scaling_page", "a plan on more ranks, as text and as a page"),
     ],
     "checkpoint": [
         (".", "the format: files, manifest, directory, lock; reading and verifying it; the process that writes"),

@@ -35,7 +35,7 @@ from .search.result import DrawnPlan, PlanAnswer, PredictedPlan
 
 # The drawings of the page, as inline SVG and HTML: labels keep their size, shapes stretch to the width.
 
-_WIDTH, _HEIGHT = 1000, 340
+WIDTH, HEIGHT = 1000, 340
 _MARGIN = 0.04
 _ROUND = ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0))
 _FEWEST = 3
@@ -82,26 +82,24 @@ def frontier_chart(answer: PlanAnswer) -> Markup:
     up = _axis([each.seconds for each in every])
 
     def place(point: DrawnPlan) -> tuple[float, float]:
-        return _WIDTH * across.share(point.peak_bytes), _HEIGHT * (1 - up.share(point.seconds))
+        return WIDTH * across.share(point.peak_bytes), HEIGHT * (1 - up.share(point.seconds))
 
-    limit = _WIDTH * across.share(answer.limit_bytes)
+    limit = WIDTH * across.share(answer.limit_bytes)
     said = f"limit of memory: {format_bytes(answer.limit_bytes)}"
-    parts = [f'<path class="limit" d="M{limit:.1f} 0V{_HEIGHT}"><title>{escape(said)}</title></path>']
-    parts += [
-        f'<path class="grid" d="M0 {_HEIGHT * (1 - up.share(value)):.1f}H{_WIDTH}"/>' for value in up.ticks()
-    ]
+    parts = [f'<path class="limit" d="M{limit:.1f} 0V{HEIGHT}"><title>{escape(said)}</title></path>']
+    parts += [f'<path class="grid" d="M0 {HEIGHT * (1 - up.share(value)):.1f}H{WIDTH}"/>' for value in up.ticks()]
     for point in points:
         style = "dot" if point.peak_bytes <= answer.limit_bytes else "dot over"
-        parts.append(_dot(style, place(point), point))
+        parts.append(_plan_dot(style, place(point), point))
     if edge:
         line = "L".join(f"{x:.1f} {y:.1f}" for x, y in map(place, edge))
         parts.append(f'<path class="edge" d="M{line}"/>')
-        parts += [_dot("dot best" if _is_best(answer, option) else "dot front", place(point), point)
+        parts += [_plan_dot("dot best" if _is_best(answer, option) else "dot front", place(point), point)
                   for option, point in zip(answer.frontier, edge, strict=True)]  # fmt: skip
     if answer.best is not None and not any(_is_best(answer, option) for option in answer.frontier):
         best = _point(answer.best)
-        parts.append(_dot("dot best", place(best), best))
-    return _frame(
+        parts.append(_plan_dot("dot best", place(best), best))
+    return frame(
         "".join(parts),
         says=f"memory of a rank against the time of a step, {len(every)} plans",
         up=[(1 - up.share(value), format_seconds(value)) for value in up.ticks()],
@@ -114,7 +112,7 @@ def bar(parts: Sequence[tuple[str, float]], whole: float, written: Iterable[str]
     """Return one stacked bar, of which `whole` is the width; each part has a tooltip."""
     left, rects = 0.0, []
     for number, ((name, value), text) in enumerate(zip(parts, written, strict=True)):
-        width = _WIDTH * value / whole if whole else 0.0
+        width = WIDTH * value / whole if whole else 0.0
         rects.append(
             f'<rect class="c{number % COLORS}" x="{left:.1f}" y="0" width="{width:.1f}" height="20">'
             f"<title>{escape(name)}: {escape(text)}</title></rect>"
@@ -122,7 +120,7 @@ def bar(parts: Sequence[tuple[str, float]], whole: float, written: Iterable[str]
         left += width
     says = escape(", ".join(name for name, _ in parts))
     return Markup(
-        f'<svg class="bar" viewBox="0 0 {_WIDTH} 20" preserveAspectRatio="none" role="img" aria-label="{says}">'
+        f'<svg class="bar" viewBox="0 0 {WIDTH} 20" preserveAspectRatio="none" role="img" aria-label="{says}">'
         f"{''.join(rects)}</svg>"
     )
 
@@ -184,12 +182,16 @@ def _is_best(answer: PlanAnswer, option: PredictedPlan) -> bool:
     return answer.best is not None and option.candidate == answer.best.candidate
 
 
-def _dot(style: str, place: tuple[float, float], point: DrawnPlan) -> str:
-    said = f"{point.plan}: {format_seconds(point.seconds)}, {format_bytes(point.peak_bytes)}"
+def _plan_dot(style: str, place: tuple[float, float], point: DrawnPlan) -> str:
+    return dot(style, place, f"{point.plan}: {format_seconds(point.seconds)}, {format_bytes(point.peak_bytes)}")
+
+
+def dot(style: str, place: tuple[float, float], said: str) -> str:
+    """Return a dot of the classes `style`, whose tooltip is `said`."""
     return f'<path class="{style}" d="M{place[0]:.1f} {place[1]:.1f}h.01"><title>{escape(said)}</title></path>'
 
 
-def _frame(
+def frame(
     drawing: str,
     *,
     says: str,
@@ -197,12 +199,13 @@ def _frame(
     across: Sequence[tuple[float, str]],
     names: tuple[str, str],
 ) -> Markup:
+    """Return a drawing of `WIDTH` by `HEIGHT` with its labels: where each lies, from 0 to 1, and its text."""
     rows = "".join(f'<span style="top:{share:.2%}">{escape(text)}</span>' for share, text in up)
     columns = "".join(f'<span style="left:{share:.2%}">{escape(text)}</span>' for share, text in across)
     return Markup(
         f'<div class="frame"><div class="up-name">{escape(names[0])}</div>'
         f'<div class="up" aria-hidden="true">{rows}</div>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" preserveAspectRatio="none" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(says)}">{drawing}</svg><div class="across" aria-hidden="true">{columns}</div>'
         f'<div class="across-name">{escape(names[1])}</div></div>'
     )
@@ -224,14 +227,9 @@ def write_page(answer: PlanAnswer, path: Path, *, plan_name: str) -> None:
 
 def render(answer: PlanAnswer, *, plan_name: str) -> str:
     """Return the page as text."""
-    import jinja2
-
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("farandole.plan", "."),
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
     request = answer.request
-    page = environment.get_template("answer.html.j2").render(
+    return fill(
+        "answer.html.j2",
         title=plan_name,
         sentence=_sentence(answer),
         scope=f"{answer.model} on {answer.cluster}: {request.ranks} ranks, global batch {request.global_batch}, "
@@ -255,9 +253,19 @@ def render(answer: PlanAnswer, *, plan_name: str) -> str:
         needs=answer.needs,
         warnings=answer.warnings,
         categories=CATEGORIES,
-        style=Markup((Path(__file__).parent / "answer.css").read_text(encoding="utf-8")),
-        version=VERSION,
     )  # fmt: skip
+
+
+def fill(template: str, **values: Any) -> str:
+    """Return a page of this folder's `template`, with the style of all of them."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("farandole.plan", "."),
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True,
+    )  # fmt: skip
+    style = Markup((Path(__file__).parent / "answer.css").read_text(encoding="utf-8"))
+    page = environment.get_template(template).render(style=style, version=VERSION, **values)
     return page.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -157,7 +157,8 @@ def test_text_json_and_page() -> None:
     page = to_html(found)
     for drawing in page.split("<svg")[1:]:
         xml.dom.minidom.parseString("<svg" + drawing.split("</svg>")[0] + "</svg>")
-    assert page.count("<svg") == 4, "two drawings a mode"
+    assert page.count('<svg class="bar"') == len(found.points), "what each step is made of"
+    assert page.count("<svg") == len(found.points) + 2, "and throughput, once a mode"
     assert "http" not in page, "nothing outside of it"
 
 
