@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..core.cluster import Cluster, Coefficient
+from ..core.vocabulary.config import FieldPath, numbers_of
 from ..core.vocabulary.errors import ConfigError
 
 _SPEED = "_per_second"
@@ -28,12 +29,14 @@ def figures_below(cluster: Cluster, path: str) -> dict[str, Coefficient]:
 
     Raises `ConfigError` if the cluster has none there.
     """
-    prefix = path.removesuffix(".*")
-    found: Any = cluster
-    for key in prefix.split("."):
-        found = _entry(found, key)
-    figures = dict(_figures(found, prefix))
-    if not figures or (prefix == path and path not in figures):
+    prefix, star, _ = path.partition(".*")
+    every = {str(at): each for at, _, each in numbers_of(cluster, FieldPath(""), whole=Coefficient)}
+    figures = {
+        at: each
+        for at, each in every.items()
+        if isinstance(each, Coefficient) and (at == prefix or (star and at.startswith(f"{prefix}.")))
+    }
+    if not figures:
         raise ConfigError(f"cluster {cluster.name}: there is no figure {path}")
     return figures
 
@@ -60,20 +63,6 @@ def _entry(value: Any, key: str) -> Any:
     if isinstance(value, tuple) and key.isdigit() and int(key) < len(value):
         return value[int(key)]
     return None
-
-
-def _figures(value: Any, path: str) -> list[tuple[str, Coefficient]]:
-    if isinstance(value, Coefficient):
-        return [(path, value)]
-    if dataclasses.is_dataclass(value):
-        entries = [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    elif isinstance(value, Mapping):
-        entries = list(value.items())
-    elif isinstance(value, tuple):
-        entries = [(str(number), each) for number, each in enumerate(value)]
-    else:
-        entries = []
-    return [found for key, each in entries for found in _figures(each, f"{path}.{key}")]
 
 
 def _replaced(value: Any, keys: list[str], figure: Coefficient) -> Any:

@@ -241,6 +241,7 @@ class FieldPath:
     """Where a value is: a file, and the keys that lead to it."""
 
     where: str
+    """Empty: the keys alone say it."""
     keys: tuple[str, ...] = ()
     error: type[ConfigError] = ConfigError
     """What `refuse` raises."""
@@ -254,7 +255,7 @@ class FieldPath:
         return dataclasses.replace(self, keys=(*self.keys, text))
 
     def __str__(self) -> str:
-        return f"{self.where}: {'.'.join(self.keys)}" if self.keys else self.where
+        return ": ".join(filter(None, (self.where, ".".join(self.keys))))
 
     def refuse(self, problem: str, remedy: str = "") -> NoReturn:
         """Raise: this path, then `problem`."""
