@@ -1,4 +1,4 @@
-"""What docs/degrees.md says of keys and degrees together is what the table of rules refuses, and nothing else."""
+"""What docs/fit/one-model.md says of keys and degrees together is what the table of rules refuses, no more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from farandole.core.vocabulary.rules import broken
 from farandole.core.vocabulary.spec import Plan
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "degrees.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "fit/one-model.md"
 VALUES: dict[str, dict[str, Any]] = {
     "zero = 1": {"zero": 1, "shard": 2},
     "2": {"zero": 2, "shard": 2},

@@ -306,13 +306,15 @@ def test_a_codec_of_ones_own(tmp_path: Path) -> None:
 
 def test_the_codec_in_the_documentation_is_that_of_the_example() -> None:
     """Word for word."""
-    code = re.findall(r"^def one_magnitude.*?(?=\n\n|```)", (ROOT / "docs" / "codecs.md").read_text(), re.M | re.S)
+    code = re.findall(
+        r"^def one_magnitude.*?(?=\n\n|```)", (ROOT / "docs" / "fast/slow-networks.md").read_text(), re.M | re.S
+    )
     assert len(code) == 1
     assert code[0].strip() in (EXAMPLES / "own_codec.py").read_text()
 
 
 def test_the_documentation_has_every_codec_and_option() -> None:
-    page = (ROOT / "docs" / "codecs.md").read_text()
+    page = (ROOT / "docs" / "fast/slow-networks.md").read_text()
     for name, options in OPTIONS.items():
         for word in (name, *options):
             assert f"`{word}" in page, word

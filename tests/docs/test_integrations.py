@@ -1,4 +1,4 @@
-"""Every Python block of docs/integrations.md runs, with the real packages, on two ranks."""
+"""Every Python block of docs/start.md runs, with the real packages, on two ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "start.md").read_text(encoding="utf-8")
+PART = PAGE.partition("\n## Trainers of other packages\n")[2].partition("\n## ")[0]
 SECTIONS = {
     found.group(1): re.findall(r"```python\n(.*?)```", found.group(2), re.DOTALL)
-    for found in re.finditer(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    for found in re.finditer(r"^### (\S+)\n(.*?)(?=^##|\Z)", PART, re.DOTALL | re.MULTILINE)
 }
 
 # What the page supposes to be there, and what is looked at afterwards.

@@ -1,4 +1,4 @@
-"""What docs/memory.md says that ranks hold, measured again for one row."""
+"""What docs/fit/memory.md says that ranks hold, measured again for one row."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.timeout(120)
 def test_a_rank_at_stage_3_holds_what_the_page_says(tmp_path: Path) -> None:
     row = re.search(
-        r"\| `zero = 3` \| ([\d.]+) .*?\| ([\d.]+) .*?\| ([\d.]+) ", (ROOT / "docs/memory.md").read_text()
+        r"\| `zero = 3` \| ([\d.]+) .*?\| ([\d.]+) .*?\| ([\d.]+) ", (ROOT / "docs/fit/memory.md").read_text()
     )
-    assert row is not None, "the table of docs/memory.md has a row of stage 3"
+    assert row is not None, "the table of docs/fit/memory.md has a row of stage 3"
     script = str(ROOT / "benchmarks" / "memory_by_category.py")
     done = run(tmp_path, "run", "-np", "2", "--set", "zero=3", "--", sys.executable, script, timeout=100)
     assert done.returncode == 0, done.stderr

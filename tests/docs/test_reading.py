@@ -13,7 +13,7 @@ from tests.style.tables import source
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "farandole"
-PAGE = ROOT / "docs" / "reading.md"
+PAGE = ROOT / "docs" / "contribute.md"
 _TOKEN = re.compile(r"`([^`]+)`")
 _PATH = re.compile(r"[\w/]+\.py")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)?")

@@ -156,7 +156,7 @@ def _conserves(program: Program) -> str:
     if any(not torch.isfinite(tensor).all() for tensor in applied.values()):
         return "a gradient is not finite"
     if (not program.feedback and program.codec != "auto") or program.disturbance == "throw_away":
-        return ""  # what was sent and not used is lost, as docs/limits.md says
+        return ""  # what was sent and not used is lost, as docs/check/right.md says
     left = _left(loop)
     largest = max((float(tensor.abs().max()) for tensor in true.values() if tensor.numel()), default=0.0)
     for name, expected in true.items():

@@ -238,7 +238,7 @@ def _data(program: Program) -> Program:
     if not change.get("blocks", program.blocks):
         change["blocks"] = ("linear",)
     if program.disturbance == "throw_away" and program.accumulate and program.zero == "zeros":
-        change["disturbance"] = "none"  # nobody sees that zeros are no gradients: see docs/limits.md
+        change["disturbance"] = "none"  # nobody sees that zeros are no gradients: see docs/check/right.md
     return dataclasses.replace(program, **change)  # type: ignore[arg-type]
 
 

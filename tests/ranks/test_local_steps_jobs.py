@@ -105,7 +105,7 @@ def test_the_end_says_how_many_meetings_there_were_and_what_that_is_not(tmp_path
     )
     assert found, said
     assert float(found[1]) > 0
-    assert "this is not the training of one process (docs/sync.md)" in said
+    assert "this is not the training of one process (docs/fast/rarely-meeting.md)" in said
     assert "warning: 3 meetings are few" in said
 
 

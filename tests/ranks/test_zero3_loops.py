@@ -440,7 +440,7 @@ def test_outputs_that_are_views_train_without_a_warning_and_refuse_changes_in_pl
 
 @ranks(2)
 def test_a_penalty_that_is_taken_before_the_forward_pass() -> None:
-    """As docs/zero3.md says: afterwards parameters outside of blocks are whole."""
+    """As docs/fit/memory.md says: afterwards parameters outside of blocks are whole."""
     fd.init()
     alone, mine = pair()
     others, optimizer = sgd(alone), sgd(mine)

@@ -1,4 +1,4 @@
-"""What `farandole.core.vocabulary.rules` refuses, as the table of docs/plan.md: each rule with an example."""
+"""What `farandole.core.vocabulary.rules` refuses, as the table of docs/reference/plan.md, with examples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, broken, shown
 from farandole.core.vocabulary.spec import Plan
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "plan.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference/plan.md"
 START, END = "<!-- rules: written by `python -m tests.style` -->", "<!-- end of rules -->"
 _VALUES: dict[str, tuple[Any, ...]] = {
     "accumulate": (2, 0), "balance": ("speed",), "balance_cap": (4, -1), "bf16_parameters": (True,),
@@ -62,12 +62,12 @@ def _shown(key: str, value: Any) -> str:
 
 
 def write_rows() -> None:
-    """Write the table into docs/plan.md, between its markers."""
+    """Write the table into docs/reference/plan.md, between its markers."""
     before, rest = PAGE.read_text().split(START)
     after = rest.split(END)[1]
     PAGE.write_text("\n".join([before + START, "", *rows(), "", END + after]))
 
 
 def written_rows() -> list[str]:
-    """Return the table that docs/plan.md has."""
+    """Return the table that docs/reference/plan.md has."""
     return PAGE.read_text().split(START)[1].split(END)[0].strip().splitlines()

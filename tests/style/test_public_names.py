@@ -53,9 +53,9 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    text = (ROOT / "docs" / "api.md").read_text()
+    text = (ROOT / "docs" / "reference/api.md").read_text()
     for name in PUBLIC:
-        assert name.startswith("__") or f"`fd.{name}" in text, f"docs/api.md does not speak of fd.{name}"
+        assert name.startswith("__") or f"`fd.{name}" in text, f"docs/reference/api.md does not speak of fd.{name}"
 
 
 def test_changelog_speaks_of_this_version() -> None:
@@ -64,6 +64,6 @@ def test_changelog_speaks_of_this_version() -> None:
 
 
 def test_every_plan_key_is_documented() -> None:
-    text = (ROOT / "docs" / "plan.md").read_text()
+    text = (ROOT / "docs" / "reference/plan.md").read_text()
     for key in fd.Plan().to_mapping():
-        assert f"`{key}`" in text, f"docs/plan.md does not speak of {key}"
+        assert f"`{key}`" in text, f"docs/reference/plan.md does not speak of {key}"

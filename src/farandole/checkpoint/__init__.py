@@ -9,5 +9,5 @@
             rank-00001-of-00002.<nonce>.safetensors
             manifest.json                             renamed into place last
 
-A directory without ``manifest.json`` is no checkpoint. See docs/checkpoints.md for the format.
+A directory without ``manifest.json`` is no checkpoint. See docs/reference/checkpoints.md for the format.
 """

@@ -1,6 +1,6 @@
 """``cluster.toml``: a cluster on disk, read strictly and written in one piece.
 
-docs/cluster-file.md has the format.
+docs/plan/internals.md has the format.
 
 Standard library only: planning reads it without torch.
 """
@@ -24,7 +24,7 @@ from .vocabulary.run_files import write_private
 from .vocabulary.text import did_you_mean, upgrade_remedy
 
 _HEAD = """\
-# What a cluster gives, for `farandole plan`. See docs/cluster-file.md.
+# What a cluster gives, for `farandole plan`. See docs/plan/internals.md.
 # Sources: "measured" here, "preset" from a table and not measured, "fitted" to runs.
 """
 

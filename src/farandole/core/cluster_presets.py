@@ -36,7 +36,7 @@ from .vocabulary.text import nearest
 # Devices and networks as their makers and published measurements describe them. Nothing here was measured by us.
 #
 # Rates of hardware are data-sheet figures, dense, one direction. What collectives reach of a link is the share
-# that published measurements reached of theirs; docs/cluster-file.md names the source of each.
+# that published measurements reached of theirs; docs/plan/internals.md names the source of each.
 
 
 class Range(NamedTuple):

@@ -93,13 +93,13 @@ class SecondNames(MetaPathFinder):
             raise ModuleNotFoundError(
                 f"{fullname}: jobs are started by farandole's launcher, which has no such part; there are "
                 "horovod.run and horovod.runner.launch.run_commandline "
-                "(see docs/launch.md)",
+                "(see docs/run/launch.md)",
                 name=fullname,
             )
         if rest.partition(".")[0] in _FRONT_ENDS:
             raise ModuleNotFoundError(
                 f"{fullname}: farandole has no front end for horovod.{rest.partition('.')[0]}; "
-                "it has horovod.torch, horovod.tensorflow and horovod.keras (see docs/launch.md)",
+                "it has horovod.torch, horovod.tensorflow and horovod.keras (see docs/run/launch.md)",
                 name=fullname,
             )
         return None

@@ -28,7 +28,7 @@ class _One(Alone):
 
 
 class Replicas:
-    """All ranks of a program whose plan has `sync`, by the rule of docs/sync.md."""
+    """All ranks of a program whose plan has `sync`, by the rule of docs/fast/rarely-meeting.md."""
 
     def __init__(self, program: PlanProgram) -> None:
         self.program, self.spec = program, SyncSpec.parse(program.first.sync)

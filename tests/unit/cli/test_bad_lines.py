@@ -163,7 +163,7 @@ def test_an_option_of_one_hyphen_is_not_guessed(capsys: pytest.CaptureFixture[st
             "bucket_bytes: expected a whole number of bytes, such as 4MiB, got '4XB'",
         ),
         ("run --dry-run --set timeout_seconds=-1 -- train.py", "expected seconds from 0, such as 600"),
-        ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value; such as --set zero=1"),
+        ("run --dry-run --set zero -- train.py", "--set 'zero': expected key=value; such as zero=1"),
         ("run --dry-run --set zero=4 -- train.py", "zero = 4, expected 0 to 3; 3 shards most"),
         (
             "run --dry-run -np 2 --set balance=2,1,1 -- train.py",

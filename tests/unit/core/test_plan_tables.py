@@ -15,7 +15,7 @@ from farandole.core.vocabulary.config import PLAN_TABLES
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.spec import Plan
 
-DOCS = Path(__file__).parents[3] / "docs" / "plan.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference/plan.md"
 TABLES = """\
 version = 1
 clip_norm = 1.0

@@ -1,4 +1,4 @@
-"""The table of rules: each refuses what it says, none hides another, and docs/plan.md shows them all."""
+"""The table of rules: each refuses what it says, none hides another, and docs/reference/plan.md shows them all."""
 
 from __future__ import annotations
 

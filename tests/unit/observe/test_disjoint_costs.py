@@ -190,7 +190,7 @@ def test_the_fields_of_json_are_those_of_the_page(tmp_path: Path, capsys: pytest
     assert set(told["findings"][0]) == OF_FINDING
     assert set(told["findings"][0]["fixes"][0]) == {"what", "paste", "gain", "changes"}
     assert set(told["findings"][0]["fixes"][0]["gain"]) == {"seconds", "basis"}
-    page = (Path(__file__).parents[3] / "docs" / "diagnose.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "check/slow.md").read_text()
     assert all(f"`{field}`" in page for field in FIELDS | OF_FINDING)
     assert run(["diagnose", fine, "--fail-over", "0"]) == 0, "no finding costs more than nothing"
     capsys.readouterr()

@@ -149,9 +149,9 @@ def test_what_to_do_about_few_meetings(plan: str, sync: str, count: int, remedy:
 def test_a_training_unlike_that_of_one_process_says_so(plan: dict[str, object], said: str, tmp_path: Path) -> None:
     text = "\n".join(summarise(write_run(tmp_path / "run", plan, every=1)).notes)
     assert said in text
-    assert bool(said) == ("docs/sync.md" in text)
+    assert bool(said) == ("docs/fast/rarely-meeting.md" in text)
     of_torch = write_run(tmp_path / "ddp", plan, every=1, setup={"wrapper": "DistributedDataParallel"})
-    assert not any("docs/sync.md" in note for note in summarise(of_torch).notes), "it has no plan"
+    assert not any("docs/fast/rarely-meeting.md" in note for note in summarise(of_torch).notes), "it has no plan"
 
 
 def test_long_steps_of_meetings_are_no_riddle(tmp_path: Path) -> None:

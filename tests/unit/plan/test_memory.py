@@ -78,7 +78,7 @@ def test_each_stage_divides_one_category_more(ranks: int) -> None:
 
 
 def test_small_buckets_have_a_region_more() -> None:
-    """As measured of the training in docs/memory.md: three buckets of 4 MiB, and two chunks of parameters."""
+    """As measured of the training in docs/fit/memory.md: three buckets of 4 MiB, and two chunks of parameters."""
     facts = replace(
         FACTS.weights["fp32"], weight_bytes=102_000_000, trainable_bytes=102_000_000, largest_tensor_bytes=BUCKET,
         buffer_bytes=0,

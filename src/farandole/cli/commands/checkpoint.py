@@ -23,7 +23,7 @@ _EXAMPLES = """\
   farandole checkpoint prune runs/checkpoints --keep 3 --keep-every 1000 --dry-run
 
 DIR is the directory that was given to fd.save or fd.Checkpointer. verify ends with exit code 1 if
-a checkpoint is damaged. docs/checkpoints.md has the format.
+a checkpoint is damaged. docs/reference/checkpoints.md has the format.
 """
 
 

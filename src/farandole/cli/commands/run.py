@@ -58,7 +58,7 @@ _EXAMPLES = """\
   farandole run --on slurm -np 8 --nodes 2 --time 2:00:00 -- python train.py
   farandole run -H localhost:2 --fusion-threshold-mb 32 --timeline-filename t.json python train.py
 
-Options of horovodrun keep their meaning; docs/launch.md says what each does here.
+Options of horovodrun keep their meaning; docs/run/launch.md says what each does here.
 """
 
 

@@ -31,7 +31,7 @@ _EXAMPLES = """\
   farandole run -np 2 --plan runs/TIME-tune-train/tuned.toml -- python train.py
 
 The script runs to its end, and its results are those of farandole run: all settings are exact
-unless --allow-lossy is given. docs/tune.md says what is tried, when, and what it costs.
+unless --allow-lossy is given. docs/plan/planner.md says what is tried, when, and what it costs.
 """
 
 

@@ -23,7 +23,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     lists = group.add_mutually_exclusive_group()
     lists.add_argument("-H", "--hosts", metavar="H:N,H:N", help="hosts and their numbers of slots")
-    lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/launch.md)")
+    lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/run/launch.md)")
     lists.add_argument(
         "--host-discovery-script", metavar="FILE", help="elastic: an executable that prints host:slots lines"
     )
@@ -36,7 +36,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 def add_ssh_options(parser: argparse.ArgumentParser) -> None:
     """Add the options about hosts that are reached by ssh."""
-    group = parser.add_argument_group("hosts reached by ssh (see docs/ssh.md)")
+    group = parser.add_argument_group("hosts reached by ssh (see docs/run/launch.md)")
     group.add_argument(
         "--ssh-option", dest="ssh_options", action="append", default=[], metavar="NAME=VALUE",
         help="option of ssh, as in its configuration; may be given several times",
@@ -188,7 +188,7 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("hosts")
     lists = group.add_mutually_exclusive_group()
     lists.add_argument("-H", "--hosts", metavar="H,H:N", help="hosts, and how many ranks each takes (default: 1)")
-    lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/launch.md)")
+    lists.add_argument("-hostfile", "--hostfile", metavar="FILE", help="file of hosts (see docs/run/launch.md)")
     group.add_argument("--include", metavar="H@H", help="of these hosts only some")
     group.add_argument("--exclude", metavar="H@H", help="use all hosts and slots but these")
     group.add_argument("-p", "--ssh-port", type=int, metavar="PORT", help="port of the hosts' ssh servers")

@@ -17,7 +17,7 @@ from .horovod_settings import HorovodSettings
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
     """Add ``--plan`` and ``--set``."""
-    parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/plan.md)")
+    parser.add_argument("--plan", metavar="FILE", help="plan to apply, TOML or JSON (see docs/reference/plan.md)")
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="KEY=VALUE",
         help="change a key of the plan; may be given several times",
@@ -39,7 +39,7 @@ def add_backend_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backend", choices=BACKENDS,
         help="what torch's process groups for CPU tensors are made of where the script asks for gloo, or for no "
-        "backend (default: gloo; see docs/backend.md)",
+        "backend (default: gloo; see docs/reference/backend.md)",
     )  # fmt: skip
 
 

@@ -248,7 +248,7 @@ def _require_parameters(name: str, function: Any, expected: str, count: int) -> 
         raise PlanError(
             f"codec {name!r}: {getattr(function, '__name__', 'the codec')}{signature} cannot be called "
             f"with {count} arguments",
-            remedy=f"expected {expected}; a codec with a state has init and encode, see docs/codecs.md",
+            remedy=f"expected {expected}; one with a state has init and encode, see docs/fast/slow-networks.md",
         ) from None
 
 

@@ -186,9 +186,9 @@ def _read(process: int | str, field: str) -> str:
 # [Note: freed memory stays] Glibc returns the top of its heap to the kernel whenever enough of it is free, and
 # takes it back a moment later, each page with a fault. A training step frees and takes the same activations and
 # gradients over and over, so `fd.init` lets glibc keep them. Large blocks lie in the heap then, where freed ones
-# leave gaps: at ZeRO stage 3, whose parameters come and go with each block, a rank held 1.12 to 1.20 GB where it
-# needs 0.75, and its step took 2.3 s instead of 3.7 (docs/memory.md). A plan or a limit that asks for less memory
-# gets it at that price.
+# leave gaps: at ZeRO stage 3, whose parameters come and go with each block, a rank held 1.12 to 1.19 GB where it
+# needs 0.77 (docs/fit/memory.md), and its step took 2.3 s instead of 3.8. A plan or a limit that asks for less
+# memory gets it at that price.
 
 
 M_TRIM_THRESHOLD = -1

@@ -135,7 +135,7 @@ def parse_settings(settings: Iterable[str], *, error: type[ConfigError] = Config
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not key.strip():
-            raise error(f"--set {setting!r}: expected key=value", remedy="such as --set zero=1 (docs/plan.md)")
+            raise error(f"--set {setting!r}: expected key=value", remedy="such as zero=1: docs/reference/plan.md")
         values[key.strip()] = value.strip()
     return values
 

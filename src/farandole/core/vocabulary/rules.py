@@ -216,7 +216,7 @@ RULES: Final = (
     *(Rule({key: _below(1)}, ", expected at least 1")
       for key in ("version", "first_bucket_bytes", "accumulate", "connections")),
     *(Rule({key: _below(1)}, ', expected at least 1, or "rest"') for key in ORDER),
-    Rule({"zero": _other_than(0, 1, 2, MOST_ZERO)}, ", expected 0 to 3", "3 shards most (docs/zero.md)"),
+    Rule({"zero": _other_than(0, 1, 2, MOST_ZERO)}, ", expected 0 to 3", "3 shards most (docs/fit/memory.md)"),
     Rule({"micro_batches": _below(0)}, ", expected a number from 1, or 0 for the default"),
     Rule({"weight_versions": _other_than(1, MOST_WEIGHT_VERSIONS)},
          ", expected 1, or 2 for batches without a flush between them"),

@@ -34,15 +34,16 @@ RouteName = Literal["flat", "shared", "hierarchical"]
 _GONE_ROUTES = ("server", "sharded_server")
 _GONE_KEYS: dict[str, Any] = {"ranks_per_switch": 0, "switch_of": {}}
 """Keys of earlier versions, with what a plan had that did not set them."""
-_WRITES = "farandole plan ... --out FILE writes one; docs/plan.md has its keys, to write one by hand"
+_WRITES = "farandole plan ... --out FILE writes one; docs/reference/plan.md has its keys, to write one by hand"
 
 
 @dataclass(frozen=True)
 class Plan:
     """The configuration of a run: how it is distributed over its ranks. Immutable; the defaults suit most runs.
 
-    Each field is documented below; docs/plan.md has the same list. The constructor takes texts as a file does
-    ("25 MiB"), and raises `PlanError` for values of other types, out of range, or that contradict each other.
+    Each field is documented below; docs/reference/plan.md has the same list. The constructor takes texts as a
+    file does ("25 MiB"), and raises `PlanError` for values of other types, out of range, or that contradict each
+    other.
     """
 
     version: int = PLAN_VERSION
@@ -96,7 +97,7 @@ class Plan:
     chunks: int = 0
     """Stages a rank, with schedule "interleaved"; 0: 2."""
     weight_versions: int = 1
-    """2: batches follow without a flush, with gradients of weights one step old. See docs/pipeline.md."""
+    """2: batches follow without a flush, with gradients of weights one step old. See docs/fit/one-model.md."""
     pipeline_cuts: tuple[str, ...] = ()
     """First module of each stage but the first, by name or number of the block; empty: by measured cost."""
     expert: Degree = 1
@@ -110,7 +111,7 @@ class Plan:
     weight_codec: Literal["none", "int8"] = "none"
     """From `zero` = 1: how parameters travel to all ranks; "int8" rounds them for forward and backward."""
     overlap_gather: bool = False
-    """At `zero` = 1 and 2: updated parameters arrive during the next forward pass. See docs/zero.md."""
+    """At `zero` = 1 and 2: updated parameters arrive during the next forward pass. See docs/fit/memory.md."""
     recompute: Literal["none", "blocks"] | tuple[str, ...] = "none"
     """Recompute activations in backward: of repeated "blocks", or of modules whose names match patterns."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -132,7 +133,7 @@ class Plan:
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
     sync: str = EVERY_STEP
-    """When replicas agree: "every_step"; after H: "local:H=30"; by servers: "async". See docs/sync.md."""
+    """When replicas agree: "every_step", "local:H=30", "async" by servers: see docs/fast/rarely-meeting.md."""
     balance: str = EQUAL
     """How data ranks share a batch: "none" (equally), by measured "speed", or in proportion, such as "2,1,1"."""
     balance_cap: int = 0

@@ -1,7 +1,7 @@
 """What a run's time goes to, and what to do about it: `diagnose` a run directory, `compare` two.
 
 It names the cause, the rank and the cost, and predicts what a fix saves. It reads records only: nothing here runs
-in a training process, and no cause is guessed that the records do not show. Page: ``docs/diagnose.md``.
+in a training process, and no cause is guessed that the records do not show. Page: ``docs/check/slow.md``.
 
 ::
 

@@ -267,7 +267,7 @@ def _spike_seconds(table: StepTable, row: int) -> float:
 _LEAST_CROWD = 0.05
 """Fraction of a step that ranks wait for cores: with what else a machine does, some wait is always."""
 _THREADS_COST = 1 / 3
-"""Fraction of computing that threads beyond the cores are assumed to cost; see docs/diagnose.md."""
+"""Fraction of computing that threads beyond the cores are assumed to cost; see docs/check/slow.md."""
 
 
 def find_crowded(table: StepTable) -> list[Finding]:

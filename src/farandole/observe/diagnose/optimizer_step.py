@@ -2,8 +2,9 @@
 
 [Note: fused optimizers] On the CPU torch's optimizers go through the parameters one by one, a dozen operations
 each, unless ``fused=True``: then one operation does it all. What of their time remains was measured
-(docs/diagnose.md); the least favourable measurement is used. Nothing was saved for SGD without momentum, which is
-one operation a parameter anyway. ``foreach=True`` helps those without a fused form only where tensors are small.
+(docs/check/slow.md); the least favourable measurement is used. Nothing was saved for SGD without momentum, which
+is one operation a parameter anyway. ``foreach=True`` helps those without a fused form only where tensors are
+small.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The figures, as formulas: pure functions, units in the names. `docs/metrics.md` says what each means.
+"""The figures, as formulas: pure functions, units in the names. `docs/check/slow.md` says what each means.
 
 What an exchange takes is in `core.step_model`.
 """

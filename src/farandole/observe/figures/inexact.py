@@ -28,7 +28,7 @@ from ..records.run_reader import RunRecords
 from ..records.timeline_reader import RankTimeline
 from .figures import mean
 
-# The critical batch that `fd.noise_scale` measured in a run. Definition: `docs/batch-size.md`.
+# The critical batch that `fd.noise_scale` measured in a run. Definition: `docs/plan/planner.md`.
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,9 @@ def few_steps(counted: int, steps: int) -> str:
 
 
 _FEW_MEETINGS, _FEW_WITH_MOMENTUM = 20, 100
-"""Fewer are warned of: what is known of the loss is in docs/sync.md. A momentum of the outer step needs more."""
+"""Fewer are warned of: docs/fast/rarely-meeting.md has what is known of the loss. An outer momentum needs more."""
 _LEAST_BITS = 4
-"""A codec that sends each element in so many loses next to nothing of what a step learns (docs/codecs.md)."""
+"""A codec of so many bits loses next to nothing of what a step learns (docs/fast/slow-networks.md)."""
 
 
 def sync_of(records: RunRecords) -> SyncSpec:
@@ -169,7 +169,7 @@ def _meeting_notes(records: RunRecords) -> list[str]:
     apart = [float(each) for each in known if isinstance(each, (int, float))]
     times = f"{count} meeting{'s' * (count != 1)}"
     far = f", where ranks were {mean(apart):.2%} apart from their mean" if apart else ""
-    notes = [f"sync {sync}: {times}{far}; this is not the training of one process (docs/sync.md)"]
+    notes = [f"sync {sync}: {times}{far}; this is not the training of one process (docs/fast/rarely-meeting.md)"]
     spec = parsed_sync(str(sync))
     if count < few_meetings(spec):
         few = f"{times} {'is' if count == 1 else 'are'} few{' for an outer momentum' if spec.momentum else ''}"
@@ -188,7 +188,7 @@ def _server_notes(sync: SyncSpec) -> list[str]:
     late = "any number of steps" if sync.staleness is None else f"up to {sync.staleness} steps"
     return [
         f"sync {sync.to_text()}: ranks train on parameters that lack {late} of the others; this is not the "
-        "training of one process (docs/sync.md)"
+        "training of one process (docs/fast/rarely-meeting.md)"
     ]
 
 
@@ -209,5 +209,5 @@ def codec_notes(codec: str) -> list[str]:
     rest = "drops the rest" if CodecSpec.parse(codec).options.get("feedback") is False else "the rest later"
     return [
         f"codec {codec} sends a part of each gradient now and {rest}: at equal samples expect a higher "
-        "loss, most of all at the beginning (docs/sync.md has figures); compare the loss"
+        "loss, most of all at the beginning (docs/fast/rarely-meeting.md has figures); compare the loss"
     ]

@@ -1,4 +1,4 @@
-"""The closing figures of a run, from what all its ranks recorded. Definitions: `docs/metrics.md`.
+"""The closing figures of a run, from what all its ranks recorded. Definitions: `docs/check/slow.md`.
 
 Warm-up (the first three steps, or the first tenth if that is more) is left out of rates and shares,
 and of the run compared with; training time counts everything.

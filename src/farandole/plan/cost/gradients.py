@@ -287,7 +287,7 @@ def _exposed(
 def bucket_work(
     bucket: BucketKind, group: ExchangeGroup, rates: Rates, *, operation: str, route: str
 ) -> ExchangeWork:
-    """Return what a bucket asks for. See docs/routes.md for what codecs send on each route."""
+    """Return what a bucket asks for. See docs/fast/slow-networks.md for what codecs send on each route."""
     exact = collective_work(operation, group.ranks, bucket.nbytes)
     if bucket.codec == NONE:
         return ExchangeWork(exact, Spent(), Spent())

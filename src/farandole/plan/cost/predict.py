@@ -4,7 +4,7 @@
 
     prediction = predict(profile, cluster, Candidate(Plan(zero=1), ranks=8, global_batch=64))
 
-Formulas, their sources and what is assumed: docs/cost-model.md. For many candidates of one model: `CostModel`.
+Formulas, their sources and what is assumed: docs/plan/internals.md. For many candidates of one model: `CostModel`.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _of_tensor(placed: PlacedModel) -> Iterator[str]:
         if names and computed - facts.flops > _MUCH * computed:
             yield (
                 f"{begin} {1 - facts.flops / computed:.0%} of what {unit.name} computes whole on every rank: "
-                f"{_names(names)} (--fix tensor_recipe: docs/tensor.md)"
+                f"{_names(names)} (--fix tensor_recipe: docs/fit/one-model.md)"
             )
     if whole:
         yield f"{begin} {_names(whole)} whole on every rank: they have no recipe"

@@ -142,7 +142,7 @@ class Rates:
         """Return a pass over a unit: computing, then moving of memory; and the start of its operations.
 
         A unit has operations of both kinds, one after the other: matrix products, which compute, and all others,
-        which move memory. See docs/cost-model.md. Rates are those of the unit's mean product. A CPU starts an
+        which move memory. See docs/plan/internals.md. Rates are those of the unit's mean product. A CPU starts an
         operation and computes it; on accelerators the host starts the next ones meanwhile, and the slower counts.
         """
         size, wide = work.flops / (work.products or work.operations or 1.0), work.wide_share * work.flops

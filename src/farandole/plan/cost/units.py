@@ -34,7 +34,7 @@ _ACCUMULATED = 3.0
 _SHARD_STARTS = (90, 120)
 """What the host does for a unit of stage 3, in starts of an operation, forward and backward: FSDP2 gathers, copies
 and scatters by Python and many small operations. Measured in torch 2.13 on two cores, 24 units on one rank: see
-docs/cost-model.md."""
+docs/plan/internals.md."""
 _COUNT_BYTES = 8
 _MARK_BYTES = 4
 """What travels beside a sum of partial gradients: a number that says which they are."""
@@ -282,7 +282,7 @@ def edges_of_tokens(
 
 
 def _add_context(made: UnitPass, unit: ModelUnit, layout: RunLayout, rates: Rates, *, again: bool) -> None:
-    """Add what attention over divided sequences sends: see docs/context.md."""
+    """Add what attention over divided sequences sends: see docs/fit/one-model.md."""
     facts, ranks = unit.attention, layout.degrees.context
     if facts is None or ranks == 1:
         return
@@ -324,7 +324,7 @@ def context_kind(facts: AttentionFacts, layout: RunLayout) -> str:
 
 
 def _add_expert(made: UnitPass, unit: ModelUnit, layout: RunLayout, rates: Rates, *, again: bool) -> None:
-    """Add the all-to-alls of tokens, two forward and two backward: see docs/expert.md. Even load is assumed."""
+    """Add the all-to-alls of tokens, two forward and two backward (docs/fit/one-model.md), for an even load."""
     facts, ranks = unit.expert, layout.degrees.expert
     if facts is None or ranks == 1:
         return

@@ -172,7 +172,7 @@ def needs_of(best: PredictedPlan) -> list[str]:
     else:
         lines.append(f"load {samples} sample{'s' * (samples > 1)} on each rank")
     if plan.context != 1:
-        lines.append("cut sequences by fd.context_shard before the model is called (docs/context.md)")
+        lines.append("cut sequences by fd.context_shard before the model is called (docs/fit/one-model.md)")
     return lines
 
 
@@ -244,7 +244,7 @@ def warnings_of_codec(best: PredictedPlan, request: SearchRequest, cluster: Clus
         if fixed_is_lossy(request.fixed):
             return []
         named = [f'{key} "{codec}"' for key, codec in best.candidate.plan.lossy_keys().items()]
-        return [f"{' and '.join(named)} loses something in every step (docs/codecs.md)"]
+        return [f"{' and '.join(named)} loses something in every step (docs/fast/slow-networks.md)"]
     if not any(map(cluster.knows_codec, CANDIDATES[1:])):
         return ["lossy codecs were not considered (how fast they are here was not measured: farandole measure)"]
     return [] if request.allow_lossy else ["lossy codecs were not considered (--allow-lossy)"]

@@ -75,7 +75,7 @@ class PlanOptions:
     """What `find_plan` takes by name, beside the model, the cluster and the ranks."""
 
     goal: Goal = "throughput"
-    """"throughput", "memory", "cost" or "time"; see docs/planner.md."""
+    """"throughput", "memory", "cost" or "time"; see docs/plan/planner.md."""
     global_batch: int | None = None
     """Samples of a step, over all ranks; None: the example batch on each rank."""
     loss: Function | None = None
