@@ -185,7 +185,7 @@ def init(
         run_dir: directory for events and metrics; by default that of ``farandole run``.
         timeout_seconds: how long this rank waits for others, at the rendezvous and in torch's collectives.
         device: device of the model, such as ``"cuda:1"``; by default the GPU of the local rank, else the CPU.
-        backend: backend of torch's groups for CPU tensors, ``"gloo"`` or ``"farandole"``: docs/reference/backend.md;
+        backend: of torch's groups for CPU tensors, ``"gloo"`` or ``"farandole"`` (docs/reference/backend.md);
             by default that of ``farandole run --backend``, else gloo.
         progress: whether rank 0 prints a progress line.
         log_with: where the values of `log` go live: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, a list of them,

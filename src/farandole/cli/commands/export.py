@@ -18,7 +18,7 @@ _EXAMPLES = """\
   farandole export runs/first --to tensorboard && tensorboard --logdir runs/first/tensorboard
   farandole export runs/first --to prometheus -o /var/lib/node_exporter/first.prom
 
-chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/check/slow.md describes
+chrome: all ranks on one clock, for ui.perfetto.dev and chrome://tracing. docs/check/slow.md has
 each. tensorboard needs the extra of that name, the last two the extra prometheus; in Farandole's
 folder: pip install -e '.[tensorboard,prometheus]'.
 """
