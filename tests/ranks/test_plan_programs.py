@@ -35,6 +35,7 @@ FOUND = {
         "first.pipeline=2 first.frozen_codec=int8"
     ),
     "a penalty on parameters of a single row, in shards": "scale=true penalty=0.05 first.zero=3",
+    "and of fewer rows than ranks": "heads=4 head_norms=true penalty=0.05 first.ranks=4 first.zero=3",
     "a penalty that is zero at some parameters, in passes that are held": (
         "penalty=0.05 first.zero=3 passes=2 accumulate=loop"
     ),
