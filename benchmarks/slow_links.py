@@ -52,17 +52,18 @@ def draw(result: Run) -> str:
         name: [next(row["seconds"] for row in link["rows"] if row["contender"] == name) for link in links]
         for name in NAMES
     }
-    low, high = 0.5, max(max(values) for values in seconds.values()) * 1.15
+    low = min(0.5, 0.8 * min(min(values) for values in seconds.values()))
+    high = 1.15 * max(max(values) for values in seconds.values())
     right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
 
     def x(rate: float) -> float:
-        return _LEFT + math.log(rate / rates[0]) / math.log(rates[-1] / rates[0]) * (right - _LEFT)
+        return _LEFT + math.log(rate / rates[0]) / (math.log(rates[-1] / rates[0]) or 1) * (right - _LEFT)
 
     def y(value: float) -> float:
         return bottom - math.log(value / low) / math.log(high / low) * (bottom - _TOP)
 
     lines = []
-    for tick in (each for each in (0.5, 1, 2, 5, 10, 20) if low <= each <= high):
+    for tick in (each for each in (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20) if low <= each <= high):
         lines.append(f'<path class="grid" d="M{_LEFT} {y(tick):.1f}H{right}"/>')
         lines.append(f'<text x="{_LEFT - 8}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g} s</text>')
     lines += [f'<text x="{x(rate):.1f}" y="{bottom + 18}" text-anchor="middle">{rate:g}</text>' for rate in rates]

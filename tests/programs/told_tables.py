@@ -9,7 +9,7 @@ presets have the sources that docs/plan/internals.md names. The tables:
 - megatron-degrees, megatron-zero: the same, table 2: with tensor and pipeline, and DeepSpeed's ZeRO-3 of that year
 - recomputation, selective: Korthikanti et al. 2022 (arXiv 2205.05198), table 5: all recomputed; attention alone
 - resnet: NVIDIA/DeepLearningExamples, ResNet-50 v1.5 of 21.03
-- torchtitan: pytorch/torchtitan, docs/results/README.md, FSDP2 on 64 A100
+- torchtitan: pytorch/torchtitan, docs/performance.md, FSDP2 on 64 A100
 - fms: foundation-model-stack/fms-fsdp, README, FSDP on 128 A100 and 96 H100
 - foundry-a100, foundry-a100-40, foundry-h100: mosaicml/llm-foundry, scripts/train/benchmarking
 

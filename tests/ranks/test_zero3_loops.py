@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -438,16 +439,25 @@ def test_outputs_that_are_views_train_without_a_warning_and_refuse_changes_in_pl
         changing(own(x))
 
 
+PENALTIES: dict[str, Callable[[Any], Any]] = {
+    "of squares": lambda parameter: parameter.square().sum(),
+    "of a sum": lambda parameter: parameter.sum() * 0.1,
+    "of a mean, squared": lambda parameter: parameter.mean() ** 2,
+}
+
+
 @ranks(2)
-def test_a_penalty_that_is_taken_before_the_forward_pass() -> None:
+@pytest.mark.parametrize("kind", PENALTIES)
+def test_a_penalty_that_is_taken_before_the_forward_pass(kind: str) -> None:
     """As docs/fit/memory.md says: afterwards parameters outside of blocks are whole."""
     fd.init()
     alone, mine = pair()
+    penalty_of = PENALTIES[kind]
     others, optimizer = sgd(alone), sgd(mine)
     fd.distribute(mine, optimizer, Plan(zero=3))
     for x, y in batches(3):
         for model, each, samples, targets in ((alone, others, x, y), (mine, optimizer, own(x), own(y))):
-            penalty: Any = 0.05 * sum(parameter.square().sum() for parameter in model.parameters())
+            penalty: Any = 0.05 * sum(penalty_of(parameter) for parameter in model.parameters())
             loss = loss_of(model, samples, targets)
             each.zero_grad()
             (loss + (penalty.full_tensor() if isinstance(penalty, DTensor) else penalty)).backward()

@@ -110,10 +110,7 @@ def read_why(path: Path) -> PlanAnswer:
         raise PlanError(f'{path} holds no reasons of a plan: its kind is not "{KIND}"')
     version = value.get("version")
     if type(version) is not int or not 1 <= version <= VERSION:
-        raise PlanError(
-            f"{path}: version {version!r}, expected at most {VERSION}",
-            remedy=upgrade_remedy(),
-        )
+        raise PlanError(f"{path}: version {version!r}, expected at most {VERSION}", remedy=upgrade_remedy())
     body = {key: each for key, each in value.items() if key not in ("kind", "version")}
     where = FieldPath(path.name, error=PlanError, needs_all=True)
     return from_plain(PlanAnswer, body, where, {Plan: lambda table, path: Plan.from_mapping(table, where=path)})

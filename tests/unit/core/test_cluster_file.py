@@ -137,6 +137,8 @@ REFUSED = [
     ),
     ("ranks = 4", "ranks = 2", "tiers.1.ranks = 2, but the tier inside of it has 2: tiers must grow"),
     ("ranks = 4", "ranks = 3", "tiers.1.ranks = 3, which 2 ranks of the tier inside of it do not divide"),
+    ("ranks = 4", f"ranks = 1{400 * '0'}", "tiers.1.ranks is too large for a number"),
+    ("3 = 0.66", f"{5000 * '3'} = 0.66", ": expected a whole number from 0 as key"),
     ("ranks = 4", "ranks = 4.5", "tiers.1.ranks = 4.5, expected a whole number"),
     ("ranks = 4", "ranks = true", "tiers.1.ranks = True, expected a whole number"),
     ("ranks = 2", "ranks = 0", "tiers.0.ranks = 0, expected at least 1"),

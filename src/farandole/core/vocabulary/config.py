@@ -359,11 +359,12 @@ def _record(
 def _scalar(hint: Any, value: Any, path: FieldPath) -> Any:
     if hint is Any:
         return tuple(value) if isinstance(value, list) else value
-    if hint is float and type(value) is int:
+    if type(value) is int and hint in (int, float):
         try:
-            value = float(value)
+            as_float = float(value)
         except OverflowError:
             path.refuse(" is too large for a number")
+        value = as_float if hint is float else value
     if type(value) is not hint:
         path.refuse(f" = {_shown(value)}, expected {_WORDS[hint]}")
     if hint is float and not math.isfinite(value):
@@ -381,7 +382,7 @@ def _table(hint: Any, value: Any, path: FieldPath) -> Mapping[str, Any]:
 def _key(hint: Any, key: str, path: FieldPath) -> Any:
     inside = typing.get_args(hint)
     if hint is int:
-        if not (key.isascii() and key.isdigit() and str(int(key)) == key):
+        if not (key.isascii() and key.isdigit() and len(key) < _MOST_CHARACTERS and str(int(key)) == key):
             path.refuse(": expected a whole number from 0 as key")
         return int(key)
     if typing.get_origin(hint) is tuple:

@@ -271,7 +271,7 @@ def shard_parameters(
     shards: dict[torch.Tensor, torch.Tensor] = {before[name]: after[name] for name in before}
     for source, target in shards.items():
         carry_marks(source, target)
-        if isinstance(target, DTensor) and target.shape[0] < mesh.size(-1):
+        if isinstance(target, DTensor):
             _place_gradients(target)
     for each in optimizers:
         move_to_shards(each, shards)
@@ -282,7 +282,7 @@ def shard_parameters(
 
 
 def _place_gradients(parameter: DTensor) -> None:
-    """Let gradients of what the loss adds (a penalty) be shards: torch leaves them whole below a row a rank."""
+    """Let gradients of what the loss adds (a penalty) be shards: torch leaves some whole, as those of sums."""
     mesh, placements, trains = parameter.device_mesh, parameter.placements, parameter.requires_grad
 
     def place(gradient: torch.Tensor) -> torch.Tensor:
