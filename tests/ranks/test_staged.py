@@ -239,8 +239,7 @@ def test_codecs_that_are_asked_for_later_say_how_they_travel() -> None:
         reducer = DistributedModel.of(model).reducer
         assert reducer is not None
         assert "CPU memory:" not in reducer.route_reason
-        reducer.plan = replace(reducer.plan, staging="always")
-        reducer.tuning.plan = reducer.plan
+        reducer.tuning.plan = replace(reducer.plan, staging="always")
         reducer.switch_codecs({"branch.weight": CodecSpec.parse("int8")})
         assert "through CPU memory: the plan says so" in reason_of(model)
         model(torch.ones(4, WIDTH), branch=True).sum().backward()

@@ -61,10 +61,9 @@ class GradientReducer:
     ) -> None:
         self.world = world
         device = device_of([parameter for _, parameter in parameters])
-        self.plan = plan = plan.with_bucket_bytes(on_device=has_streams(device))
+        plan = plan.with_bucket_bytes(on_device=has_streams(device))
         self.before_forward: Callable[[], None] | None = None
         """Called when a forward pass with gradients begins; raises what is wrong with the model."""
-        self.options = options
         buckets = self.buckets = BucketSet(
             world, parameters, plan, include_frozen=options.include_frozen, mesh=options.mesh
         )
@@ -87,6 +86,11 @@ class GradientReducer:
     # -- queries -----------------------------------------------------------------------------
 
     @property
+    def plan(self) -> Plan:
+        """The plan by which it was made."""
+        return self.tuning.plan
+
+    @property
     def route(self) -> str:
         """The route that gradients travel by; "none" before the ranks are connected."""
         return self.open_route.name
@@ -94,7 +98,7 @@ class GradientReducer:
     @property
     def mesh(self) -> DeviceMesh | None:
         """All ranks, to which rows are divided; None where every rank has whole gradients."""
-        return self.options.mesh
+        return self.tuning.options.mesh
 
     @property
     def route_reason(self) -> str:
@@ -281,11 +285,10 @@ class GradientReducer:
         Replaces an earlier call. `samples`: of a backward pass of this rank; None: as the loader of `fd.shard`
         says. Raises `ConfigError` during a backward pass.
         """
-        in_flight = self.in_flight
-        if in_flight.is_exchanging or self.passes.local.passes:
+        if self.in_flight.is_exchanging or self.passes.local.passes:
             raise ConfigError("noise_scale: gradients are on their way", remedy="call it between two steps")
         noise = NoiseSums(self.world, every=every, samples=samples, take=take)
-        in_flight.measure(noise)
+        self.in_flight.measure(noise)
         return noise
 
     def watch(self, watcher: Recorder) -> None:
@@ -337,8 +340,7 @@ class GradientReducer:
         Replaces an earlier call. The tensor is read when the gradient is ready. Must be equal on all ranks, or it
         is averaged.
         """
-        carry_over = self.buckets.carry_over
-        carry_over.add_extra_gradient(self.buckets.table.index_of[name], extra)
+        self.buckets.carry_over.add_extra_gradient(self.buckets.table.index_of[name], extra)
 
     def has_pending(self, name: str) -> bool:
         """Return whether an extra gradient has not been added to a gradient yet."""
@@ -364,7 +366,7 @@ class GradientReducer:
         self.passes.unhook()
         on_device = self.in_flight.on_device
         if on_device is not None and on_device.is_known_to_differ():
-            write_notice(f"{self.options.model}: gradients of different steps met in the last exchange")
+            write_notice(f"{self.tuning.options.model}: gradients of different steps met in the last exchange")
         self.in_flight.drop()
         if self.tuning.tuner is not None:
             self.tuning.tuner.close()
