@@ -88,6 +88,7 @@ def test_ddp_with_torchs_powersgd(apart: bool) -> None:
     assert torch.allclose(ours, gloos, rtol=0, atol=1e-6), "gloo trains the same"
 
 
+@pytest.mark.full("further")
 @takes(60)
 @ranks(2)
 def test_what_torch_compile_sees_of_a_group() -> None:

@@ -137,6 +137,7 @@ def _pass_on_four(folder: str, degrees: list[str], **keys: Any) -> None:
     _pass_on(folder, plan_of(tuple(degrees), **keys), experts="expert" in degrees, later=True)
 
 
+@pytest.mark.gate_cases("pipeline", "expert")
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("degree", ["tensor", "expert", "pipeline"])
 def test_a_divided_model_is_saved_whole_and_resumed(degree: str, tmp_path: Path) -> None:

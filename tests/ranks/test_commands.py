@@ -215,6 +215,7 @@ print("it went on to its end")
 """
 
 
+@pytest.mark.full("further")
 def test_verify_compares_what_an_optimizer_of_horovod_trains(tmp_path: Path) -> None:
     right = script(tmp_path, HOROVOD.replace("SEED", "0").replace("OPERATION", "Average"), "right.py")
     code, answer, err = verify(tmp_path, right)
@@ -231,6 +232,7 @@ def test_verify_compares_what_an_optimizer_of_horovod_trains(tmp_path: Path) -> 
     assert "hvd.broadcast_parameters" in failed["remedy"]
 
 
+@pytest.mark.full("further")
 def test_verify_fails_no_training_by_adasum_which_it_cannot_compare(tmp_path: Path) -> None:
     name = script(tmp_path, HOROVOD.replace("SEED", "0").replace("OPERATION", "Adasum"))
     code, answer, err = verify(tmp_path, name)

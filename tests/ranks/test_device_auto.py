@@ -134,6 +134,7 @@ def test_the_profile_of_a_step_is_that_of_the_marks(monkeypatch: pytest.MonkeyPa
         assert profile.speeds["int8"].seconds_per_byte > 0
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_unlike_devices_leave_out_powersgd(monkeypatch: pytest.MonkeyPatch) -> None:
     world = fd.init()

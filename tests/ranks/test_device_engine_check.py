@@ -41,6 +41,7 @@ def few(monkeypatch: pytest.MonkeyPatch, *texts: str) -> None:
     monkeypatch.setattr(worker, "FORMS", tuple(form for form in FORMS if form.text in texts))
 
 
+@pytest.mark.gate_cases("True")
 @pytest.mark.parametrize("scaled", [False, True])
 @ranks(2)
 def test_the_engine_on_a_simulated_accelerator_is_as_on_the_cpu(
@@ -52,6 +53,7 @@ def test_the_engine_on_a_simulated_accelerator_is_as_on_the_cpu(
     assert check.answer == f"{3 if scaled else 4} codecs: as on the CPU, equal on all ranks"
 
 
+@pytest.mark.gate_cases("False")
 @pytest.mark.parametrize("scaled", [False, True])
 @ranks(3)
 def test_three_ranks(scaled: bool, monkeypatch: pytest.MonkeyPatch) -> None:

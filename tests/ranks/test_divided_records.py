@@ -42,6 +42,7 @@ for x, y in fd.shard(DataLoader(data, batch_size=8)):
 """
 
 
+@pytest.mark.gate_cases("tensor-1560")
 @pytest.mark.parametrize(
     ("degree", "sent_bytes"),
     # A sum of 8 x 16 numbers for each block in each pass, but for the gradient of the input, which needs none; of
@@ -68,6 +69,7 @@ def test_samples_count_once_and_what_is_sent_is_counted(tmp_path: Path, degree: 
             assert row["samples_per_second"] * row["seconds"] == pytest.approx(8, rel=0.01)
 
 
+@pytest.mark.full("further")
 def test_the_wait_for_the_mean_loss_is_no_code_of_the_script(tmp_path: Path) -> None:
     """A late rank is waited for there, as no gradients are exchanged before: it was "your own code"."""
     held = (
@@ -84,6 +86,7 @@ def test_the_wait_for_the_mean_loss_is_no_code_of_the_script(tmp_path: Path) -> 
     assert median(second) < 0.02
 
 
+@pytest.mark.gate_cases("zero=2")
 @pytest.mark.parametrize("setting", ["zero=1", "zero=2", "overlap_gather=true"])
 def test_sharded_states_send_gradients_and_stepped_parameters(tmp_path: Path, setting: str) -> None:
     script = tmp_path / "train.py"
@@ -111,6 +114,7 @@ def test_a_meeting_is_part_of_the_step_that_it_ends(tmp_path: Path) -> None:
         assert meeting.wait_end_seconds <= optimizer.end_seconds, "and part of its optimizer.step()"
 
 
+@pytest.mark.full("further")
 def test_first_steps_that_exchange_gradients_are_no_missing_meetings(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     done = warm.run(
@@ -122,6 +126,7 @@ def test_first_steps_that_exchange_gradients_are_no_missing_meetings(tmp_path: P
     assert not any("meeting" in note for note in summary["notes"])
 
 
+@pytest.mark.gate_cases("weight_codec=int8")
 @pytest.mark.parametrize("setting", ["codec=int8", "weight_codec=int8", 'codec_for={"*"="int8"}'])
 def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting: str) -> None:
     (tmp_path / "train.py").write_text(
@@ -134,6 +139,7 @@ def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting
     assert f"{setting.partition('=')[0]} = " in line
 
 
+@pytest.mark.gate_cases("zero=3-keys0")
 @pytest.mark.parametrize(("plan", "keys"), [("zero=3", {"zero": 3}), ("codec='none'", {})])
 def test_a_plan_of_the_script_is_recorded_by_the_keys_that_it_sets(
     tmp_path: Path, plan: str, keys: dict[str, object]

@@ -123,6 +123,7 @@ def test_a_child_holds_no_connection_of_a_checkpointer(tmp_path: Path) -> None:
     checkpointer.close()
 
 
+@pytest.mark.gate_cases("shared", "int8")
 @pytest.mark.parametrize("kind", list(PLANS))
 @ranks(2)
 def test_a_child_holds_no_connection_and_computes_for_itself(kind: str) -> None:

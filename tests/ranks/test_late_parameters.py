@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -61,6 +62,7 @@ def train_in_phases(plan: fd.Plan, late: str, early: str) -> None:
         assert off <= 1e-10, f"{name} is off by {off}"
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_experts_that_train_later_are_averaged_over_replicas() -> None:
     for early, late in (("first", "mixture.experts"), ("first", ""), ("mixture.experts", "first")):

@@ -338,6 +338,7 @@ print("joined with", resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 """
 
 
+@pytest.mark.full("slow")
 def test_a_job_may_have_as_many_files_open_as_it_is_allowed(tmp_path: Path) -> None:
     """The usual 1,024 are few where strangers call the ranks' listeners."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -100,17 +100,11 @@ class Replicas:
 
 @pytest.mark.gate_cases(
     "2-local:H=4-sgd",
-    "2-diloco:H=5-adamw",
     "2-diloco:H=3,nesterov=false-adagrad",
-    "2-local:H=6,fragments=3-sgd",
-    "2-local:H=4,overlap=2-adamw",
     "2-diloco:H=6,fragments=3,overlap=1-adagrad",
-    "2-diloco:H=4,fragments=2,overlap=3-sgd",
-    "3-local:H=4-adagrad",
+    "2-local:H=4,overlap=2-adamw",
     "3-diloco:H=5-sgd",
     "3-local:H=6,fragments=3-adamw",
-    "3-local:H=4,overlap=2-adagrad",
-    "3-diloco:H=6,fragments=3,overlap=1-sgd",
     "3-diloco:H=4,fragments=2,overlap=3-adamw",
 )
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adagrad"])
@@ -140,6 +134,7 @@ def test_each_rank_trains_as_in_one_process_that_has_all(sync: str, kind: str) -
             torch.testing.assert_close(parameter.detach(), reference.outer[name], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full_cases("2-sgd-0", "2-plain-1", "2-plain-5")
 @pytest.mark.parametrize(("kind", "rest"), [("sgd", 0), ("plain", 1), ("plain", 5)])
 @ranks(2, 3)
 def test_meeting_after_each_step_is_every_step_for_sgd(kind: str, rest: int) -> None:
@@ -193,6 +188,7 @@ def test_a_placeholder_trains_nothing_and_weighs_nothing() -> None:
         torch.testing.assert_close(mine.detach(), mean, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.full_cases("3-local:H=7", "2-local:H=6,fragments=2,overlap=3")
 @pytest.mark.parametrize("sync", ["local:H=7", "local:H=6,fragments=2,overlap=3"])
 @ranks(2, 3)
 def test_on_equal_quadratics_the_mean_goes_as_every_step(sync: str) -> None:
@@ -294,13 +290,7 @@ def language_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 3))
 
 
-@pytest.mark.gate_cases(
-    "diloco:H=3-int8",
-    "diloco:H=3-powersgd:2",
-    "diloco:H=3-topk:0.1",
-    "streaming:H=6,fragments=3,overlap=2-int4",
-    "streaming:H=6,fragments=3,overlap=2-bf16",
-)
+@pytest.mark.gate_cases("diloco:H=3-powersgd:2", "diloco:H=3-topk:0.1", "streaming:H=6,fragments=3,overlap=2-int4")
 @pytest.mark.parametrize("codec", ["int8", "int4", "powersgd:2", "topk:0.1", "bf16"])
 @pytest.mark.parametrize("sync", ["diloco:H=3", "streaming:H=6,fragments=3,overlap=2"])
 @ranks(2)
@@ -395,6 +385,7 @@ def test_running_statistics_are_averaged_when_ranks_meet(sync: str) -> None:
     assert torch.equal(model.get_buffer("layers.1.running_mean"), now)
 
 
+@pytest.mark.gate_cases("none-skip", "int8-raise", "int8-propagate")
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip", "raise"])
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @ranks(2)
@@ -520,6 +511,7 @@ def test_two_optimizers_step_by_the_last() -> None:
         first.step()
 
 
+@pytest.mark.gate_cases("2")
 @pytest.mark.parametrize("accumulate", [1, 2])
 @ranks(2)
 def test_step_and_accumulation_are_those_of_a_rank_alone(accumulate: int) -> None:
@@ -812,6 +804,7 @@ def test_an_optimizer_that_was_made_later_is_refused_and_a_wrapper_is_not(sync: 
     torch.optim.Adam(model.parameters()).step()
 
 
+@pytest.mark.gate_cases("local:H=2")
 @pytest.mark.parametrize("sync", ["local:H=2", "post_local:H=2,first=1"])
 @ranks(2)
 def test_what_a_policy_holds_is_free_when_the_model_is(sync: str) -> None:

@@ -38,6 +38,7 @@ def test_all_phases_give_possible_figures() -> None:
     require_possible(cluster)
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_codecs_are_measured_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     """A simulated one, whose clock is the host's; the figures are the same on both ranks."""

@@ -97,6 +97,7 @@ def results(count: int) -> list[torch.Tensor]:
     return [each * 1 for each in found]
 
 
+@pytest.mark.gate_cases("700100-65536")
 @pytest.mark.parametrize(("count", "piece_bytes"), [(30_000, data_plane.DEVICE_PIECE_BYTES), (700_100, 2**16)])
 @ranks(4)
 def test_all_operations_have_the_bits_of_cpu_memory(

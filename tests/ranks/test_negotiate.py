@@ -360,6 +360,7 @@ def test_process_sets_overlap_and_do_not_wait_for_each_other() -> None:
             assert run(it, "p5", "allreduce", torch.full((5,), 1.0 + rank), process_set=1)[0].item() == 4
 
 
+@pytest.mark.gate_cases("powersgd:4", "int8")
 @pytest.mark.parametrize("codec", ["int8", "powersgd:4", "topk:0.5"])
 @ranks(3)
 def test_codecs_keep_what_they_lost_for_each_name(codec: str) -> None:

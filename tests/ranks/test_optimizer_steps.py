@@ -235,6 +235,7 @@ def test_a_scaler_and_a_group_of_passes_that_is_short_are_refused() -> None:
         scaler.step(optimizer)
 
 
+@pytest.mark.gate_cases("flat-int8", "auto-none")
 @pytest.mark.parametrize("codec", ["none", "int8"])
 @pytest.mark.parametrize("route", ["auto", "flat"])
 @ranks(2)
@@ -474,6 +475,7 @@ def test_a_scheduler_may_be_made_before_and_after() -> None:
         assert all(torch.equal(*pair) for pair in zip(*trained, strict=True)), keys
 
 
+@pytest.mark.gate_cases("sync", "clip_norm", "precision1")
 @pytest.mark.parametrize(
     "keys",
     [

@@ -184,7 +184,7 @@ def test_a_backward_pass_in_two_parts_sums_the_same(schedule: str) -> None:
         assert_same_training(mine, alone, f"{schedule}, by tokens {by_tokens}")
 
 
-@pytest.mark.gate_cases("blocks")
+@pytest.mark.full("further")
 @ranks(4)
 @takes(60)
 @pytest.mark.parametrize("recompute", ["none", "blocks"])

@@ -52,6 +52,7 @@ def trained(plan: dict[str, Any]) -> Whole:
     return model
 
 
+@pytest.mark.gate_cases("zero", "tensor")
 @pytest.mark.parametrize("name", PLANS)
 @ranks(2)
 def test_a_part_is_read_copied_and_loaded_and_never_pickled(name: str, tmp_path: Path) -> None:

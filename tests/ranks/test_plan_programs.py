@@ -67,6 +67,12 @@ def play_many(folder: Path, first: int, count: int, seconds: float) -> None:
     assert found["right"] >= 0.7 * count, f"too many are refused: {found}"
 
 
+@pytest.mark.full_cases(
+    "a micro-batch of one sample, whose graph has fewer parts",
+    "a penalty on parameters of a single row, in shards",
+    "a number that the loop changes, in the recorded code of a pipeline",
+    "frozen weights in few bits, in a pipeline that measures its layers",
+)
 @patient
 @pytest.mark.parametrize("what", FOUND)
 def test_what_was_wrong_once(what: str, tmp_path: Path) -> None:
@@ -76,9 +82,9 @@ def test_what_was_wrong_once(what: str, tmp_path: Path) -> None:
 
 @pytest.mark.gate_cases("0")
 @patient
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", range(8))
 def test_plans_train_as_one_process(block: int, tmp_path: Path) -> None:
-    play_many(tmp_path, block * 10, 10, 120)
+    play_many(tmp_path, block * 5, 5, 120)
 
 
 @pytest.mark.full("random")

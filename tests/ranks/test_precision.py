@@ -70,6 +70,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
+@pytest.mark.gate_cases("1-bf16-penalty_loss", "2-bf16-plain_loss", "2-fp16-penalty_loss", "1-fp16-plain_loss")
 @pytest.mark.parametrize("loss_of", [plain_loss, penalty_loss])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @ranks(1, 2)

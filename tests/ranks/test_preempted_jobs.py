@@ -55,6 +55,7 @@ def pids(directory: Path) -> list[int]:
     return [int(pid) for file in directory.glob("pids.*") for pid in file.read_text().split()]
 
 
+@pytest.mark.full("slow")
 def test_a_rank_that_listens_is_told_once_and_alone_and_may_take_its_time(tmp_path: Path) -> None:
     """The launcher is told several times: by a scheduler, by a script around it, by its terminal."""
     process = start(tmp_path, sys.executable, script(tmp_path, LISTENS), "4")

@@ -52,14 +52,7 @@ def late(batches: Iterable[Any]) -> Iterator[Any]:
         yield batch
 
 
-@pytest.mark.gate_cases(
-    "25-1-0-1-as_drawn",
-    "25-1-0-4-late",
-    "25-1-1-2-made_anew",
-    "13-2-0-1-late",
-    "13-2-0-4-made_anew",
-    "13-2-1-2-as_drawn",
-)
+@pytest.mark.gate_cases("25-1-0-4-late", "25-1-1-2-made_anew", "13-2-0-4-made_anew", "13-2-1-2-as_drawn")
 @pytest.mark.parametrize("loop", [as_drawn, made_anew, late])
 @pytest.mark.parametrize(("workers", "depth"), [(0, 1), (0, 4), (1, 2)])
 @pytest.mark.parametrize(("count", "accumulate"), [(25, 1), (13, 2)])
@@ -121,6 +114,7 @@ def test_copies_are_known_by_their_memory() -> None:
     assert_near(model, reference)
 
 
+@pytest.mark.full_cases("2-in order-0", "1-shuffled-2", "1-in order-0", "1-shuffled-0")
 @pytest.mark.full_cases("1-stream-0", "2-in order-2", "2-shuffled-2", "2-stream-2", "2-stream-0")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["shuffled", "in order", "stream"])
@@ -218,6 +212,7 @@ def drawn_by(divided: Any) -> tuple[int, int]:
     return found
 
 
+@pytest.mark.gate_cases("0-2", "1-1")
 @pytest.mark.parametrize(("workers", "depth"), [(0, 1), (0, 2), (1, 1)])
 @ranks(2)
 @takes(60)
@@ -306,7 +301,7 @@ class Timed(Rows):
         return [self[i] for i in indexes]
 
 
-@pytest.mark.gate_cases("divided", "recorded")
+@pytest.mark.gate_cases("divided")
 @pytest.mark.parametrize("kind", ["divided", "plain", "recorded", "evaluation"])
 @ranks(1)
 def test_what_is_recorded_is_the_wait_of_the_loop(kind: str) -> None:

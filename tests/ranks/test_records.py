@@ -379,6 +379,7 @@ def test_observe_joins_a_group_that_is_there(tmp_path: Path) -> None:
     assert len(timeline.steps[0].exchanges[0].buckets) == 1
 
 
+@pytest.mark.gate_cases("data")
 @pytest.mark.parametrize("where", [FORWARD, DATA])
 @ranks(2)
 def test_horovods_optimizer_finds_its_model_and_the_waits_for_data(where: str, tmp_path: Path) -> None:

@@ -270,6 +270,7 @@ def train_over(loader: Any, epochs: int = 1) -> None:
             optimizer.step()
 
 
+@pytest.mark.gate_cases("True-loader", "False-sampler")
 @pytest.mark.parametrize("idiom", ["loader", "sampler"])
 @pytest.mark.parametrize("shuffle", [True, False])
 @ranks(3)

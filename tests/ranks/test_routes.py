@@ -127,6 +127,7 @@ def test_narrow_gradients_are_added_up_in_float32(dtype: torch.dtype) -> None:
     check_narrow_mean("shared", dtype)
 
 
+@pytest.mark.gate_cases("dtype1")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @ranks(4, **TWO_HOSTS)
 def test_narrow_gradients_are_rounded_once_a_host_and_once_across(dtype: torch.dtype) -> None:
@@ -327,6 +328,7 @@ def test_a_rank_killed_in_the_middle_is_noticed_by_all_and_leaves_nothing(
 # -- messages to one rank, and from it --------------------------------------------------------------------
 
 
+@pytest.mark.gate_cases("shape1", "shape3")
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (0,)])
 @ranks(3)
 def test_collect_and_spread_as_in_lockstep(shape: tuple[int, ...]) -> None:

@@ -149,6 +149,7 @@ def test_the_launcher_lets_the_others_go_on_without_a_rank_that_is_killed_unless
             assert "rank 0" in done.stderr
 
 
+@pytest.mark.gate_cases("before a step")
 @pytest.mark.full_cases("asks")
 @patient
 @pytest.mark.parametrize("when", ["before init", "before a step", "asks"])

@@ -230,6 +230,7 @@ class _Casts(TorchDispatchMode):
         return sum(each() is not None for each in self.storages)
 
 
+@pytest.mark.gate_cases("zb-v", "1f1b")
 @ranks(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "zb-v"])
 def test_micro_batches_share_the_cast_of_a_weight(schedule: str) -> None:

@@ -278,6 +278,7 @@ def _lost(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: torch.stack([each[name] for each in same]).mean(0) for name in own}
 
 
+@pytest.mark.full("further")
 @ranks(4)
 def test_what_was_lost_of_a_part_of_the_model_comes_back_to_that_part(tmp_path: Path) -> None:
     here = fd.init()

@@ -128,6 +128,7 @@ def test_slices_of_hosts_go_through_cpu_memory(codec: str) -> None:
         assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
+@pytest.mark.gate_cases("int8-launch", "int8-end")
 @pytest.mark.parametrize("left_out", ["launch", "end", "read"])
 @pytest.mark.parametrize("codec", ["int8", pytest.param("topk:0.02", marks=pytest.mark.full("further"))])
 @ranks(2)
@@ -313,6 +314,7 @@ def test_a_route_that_is_refused_leaves_nothing() -> None:
         assert is_staged(train(fd.Plan(codec="int8", **SMALL, staging="always"), steps=2, all_coded=True))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_the_times_of_staged_buckets_are_recorded(tmp_path: Path) -> None:
     fd.init(run_dir=tmp_path)

@@ -83,7 +83,7 @@ def test_targets_that_do_not_count_by_one_degree() -> None:
         train(plan_of((degree,), **keys))
 
 
-@pytest.mark.gate_cases("data-pipeline", "tensor-pipeline")
+@pytest.mark.gate_cases("tensor-pipeline")
 @pytest.mark.parametrize(
     "pair", [("data", "pipeline"), ("context", "pipeline"), ("tensor", "pipeline")], ids="-".join
 )
@@ -111,6 +111,7 @@ def test_unequal_numbers_without_a_count_are_an_error_on_all_ranks() -> None:
             fd.step(model, loss_of, (own[0], own[1]), own[2], count=lambda _: -1)
 
 
+@pytest.mark.gate_cases("shard", "expert")
 @pytest.mark.parametrize("degree", ["data", "shard", "pipeline", "expert"])
 @ranks(2)
 @takes(60)

@@ -76,6 +76,7 @@ def assert_nothing_lost(model: nn.Module, codecs: list[str], x: torch.Tensor, y:
 SEQUENCES = [["sign"], ["topk:0.05", "sign"], ["powersgd:1", "int4", "powersgd:2"]]
 
 
+@pytest.mark.gate_cases("codecs1", "codecs2")
 @pytest.mark.parametrize("codecs", SEQUENCES)
 @ranks(2)
 def test_what_was_not_sent_is_added_to_the_next_gradient(codecs: list[str]) -> None:

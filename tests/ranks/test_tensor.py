@@ -434,6 +434,7 @@ class _OfInput(Attention):
         return super().forward(functional.dropout(x, 0.5, self.training))
 
 
+@pytest.mark.gate_cases("samples", "neither")
 @ranks(2)
 @takes(30)
 @pytest.mark.parametrize("kind", ["samples", "input", "neither"])
@@ -462,6 +463,7 @@ def test_what_all_ranks_must_draw_alike_is_refused_where_each_draws_its_own(kind
             loss_of(model, 0).backward()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_states_that_an_optimizer_has_already_are_divided_too() -> None:
     size = fd.init().size
@@ -666,6 +668,7 @@ class OfSomeSamples(nn.Module):
         return out
 
 
+@pytest.mark.gate_cases("one group")
 @ranks(4)
 @pytest.mark.parametrize("above", [{1}, {0, 1}], ids=["one group", "both groups"])
 def test_what_one_tensor_group_refuses_is_refused_on_all_ranks(above: set[int]) -> None:

@@ -206,6 +206,7 @@ def test_a_rank_that_does_not_connect_is_named() -> None:
     meet()
 
 
+@pytest.mark.gate_cases("True")
 @pytest.mark.parametrize("early", [True, False])
 @ranks(2)
 def test_a_frame_of_a_wrong_length_names_rank_and_bytes(early: bool) -> None:
@@ -312,6 +313,7 @@ def failing(rank: int, tensor: torch.Tensor) -> Any:
     return again.sum(0), tensor
 
 
+@pytest.mark.gate_cases("3000000")
 @pytest.mark.parametrize("count", [3, 3_000_000])
 @ranks(3)
 def test_a_rank_that_fails_and_lives_on_tells_the_others_why(count: int) -> None:
@@ -460,6 +462,7 @@ def test_two_connections_are_taken_only_when_they_are_faster() -> None:
     transport.close()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_messages_take_the_used_connections_in_turns() -> None:
     transport = open_transport(lanes=2)

@@ -235,6 +235,7 @@ def _flat_then_int8(
     return [flat, ExchangeKeys(now.bucket_bytes, now.first_bucket_bytes, "int8", "flat", 2, 1)], []
 
 
+@pytest.mark.gate_cases("plan0-zero = 1", "plan2-divided")
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [

@@ -133,6 +133,7 @@ def compares_samples(output: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     return nn.functional.cross_entropy(output, targets) + (output - output.mean(0)).square().mean()
 
 
+@pytest.mark.full_cases("extra1-None-plan1-a pass changes buffers", "None-None-plan4-accumulate = 2")
 @pytest.mark.parametrize(
     ("extra", "loss", "plan", "reason"),
     [
@@ -162,6 +163,7 @@ def test_what_would_change_results_is_refused_by_name(
     fd.shutdown()
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_changes_results_later_on_one_rank_is_taken_back_on_all(tmp_path: Path) -> None:
     dropout = nn.Dropout(0.5)
@@ -186,6 +188,7 @@ def test_what_changes_results_later_on_one_rank_is_taken_back_on_all(tmp_path: P
     fd.shutdown()
 
 
+@pytest.mark.gate_cases("plain", "hook", "several")
 @pytest.mark.parametrize("kind", ["plain", "held", "several", "noise", "hook", "balance"])
 @ranks(2)
 def test_loops_that_are_left_alone(kind: str, tmp_path: Path) -> None:

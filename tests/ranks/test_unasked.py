@@ -145,6 +145,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full("further")
 @patient
 def test_the_fix_by_fewer_exchanges_runs_where_it_is_pasted(tmp_path: Path) -> None:
     found = diagnose(write_run(tmp_path / "slow", healthy(bytes_per_second=5e7, route=None)))

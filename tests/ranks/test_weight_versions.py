@@ -172,6 +172,7 @@ def test_weights_are_those_of_gradients_that_come_one_step_late() -> None:
         follow(Recurrent, adam, Plan(pipeline=2, weight_versions=2, micro_batches=2), everything)
 
 
+@pytest.mark.full("slow")
 @ranks(4)
 @takes(60)
 def test_replicas_exchange_the_gradients_of_the_batch_that_has_ended() -> None:
@@ -321,6 +322,7 @@ def test_what_is_not_there_is_refused_on_every_rank() -> None:
     refused(ConfigError, "ended in an exception", lambda: fd.drain(model))
 
 
+@pytest.mark.full("further")
 @ranks(2)
 def test_what_one_stage_refuses_is_refused_by_both() -> None:
     fd.init()

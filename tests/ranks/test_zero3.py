@@ -145,6 +145,7 @@ def test_packed_gradients_and_parameters_train_nearly_as_well(keys: dict[str, ob
     assert all(each == prints[0] for each in prints), "ranks differ"
 
 
+@pytest.mark.gate_cases("3")
 @ranks(2, 3)
 def test_a_packed_gradient_is_the_mean_in_every_unit() -> None:
     """Not its multiple: Adam and a glance at the loss would not tell."""

@@ -33,6 +33,7 @@ class Tree:
         self.modules: dict[str, ast.Module] = {}
         self.texts: dict[str, str] = {}
         self.lines: dict[str, int] = {}
+        self._names: dict[str, set[str | None]] = {}
         for path in sorted(root.rglob("*.py")):
             text = path.read_text()
             module = path.relative_to(root).with_suffix("").as_posix()
@@ -64,12 +65,18 @@ class Tree:
             path, rest = "/".join(parts[:length]), parts[length:]
             for module in (path, f"{path}/__init__".lstrip("/")):
                 if module in self.modules:
-                    return not rest or any(
-                        rest[0]
-                        in (getattr(node, "name", ""), getattr(node, "id", ""), getattr(node, "asname", ""))
-                        for node in ast.walk(self.modules[module])
-                    )
+                    return not rest or rest[0] in self._names_of(module)
         return False
+
+    def _names_of(self, module: str) -> set[str | None]:
+        """Return what a module defines, imports, assigns or mentions; kept for the next question."""
+        if module not in self._names:
+            self._names[module] = {
+                getattr(node, attribute, "")
+                for node in ast.walk(self.modules[module])
+                for attribute in ("name", "id", "asname")
+            }
+        return self._names[module]
 
     def _dotted(self, module: str) -> list[str]:
         return [self.name, *module.split("/")]

@@ -211,6 +211,7 @@ def test_states_on_a_disk_are_two_chunks_and_the_command_has_them(
     assert "offload: --set offload=disk" in page
 
 
+@pytest.mark.gate_cases("nadam")
 @pytest.mark.parametrize("optimizer", ["sgd", "nadam"])
 def test_an_optimizer_whose_states_cannot_be_on_a_disk(
     optimizer: str, capsys: pytest.CaptureFixture[str], here: Path

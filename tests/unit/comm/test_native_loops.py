@@ -342,6 +342,7 @@ def test_loops_are_tried_with_float32_whatever_the_default_is(default: torch.dty
 # -- loops that compute something else ---------------------------------------------------------------
 
 
+@pytest.mark.gate_cases("step_of(largest, 127.0f)-step_of(largest, 126.0f)")
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [

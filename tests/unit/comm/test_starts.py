@@ -51,6 +51,7 @@ def test_each_start_has_a_name_of_its_own_whoever_comes_first(order: tuple[int, 
     assert len(set(names)) == 4
 
 
+@pytest.mark.gate_cases("dead0", "dead2")
 @pytest.mark.parametrize("dead", [(0,), (1,), (0, 1), (1, 2)])
 def test_a_start_that_not_all_came_to_is_left(dead: tuple[int, ...]) -> None:
     ranks = Ranks()

@@ -80,6 +80,7 @@ fd.distribute(layer, torch.optim.Adam(layer.parameters()), fd.Plan(offload="disk
 """
 
 
+@pytest.mark.full_cases("plain")
 @pytest.mark.full_cases("limit above the machine")
 @pytest.mark.full_cases("launched", "distributed")
 @pytest.mark.parametrize(

@@ -396,6 +396,7 @@ def test_the_predicted_gain_of_a_codec_is_what_it_gains(
     assert "bandwidth" in gain.basis
 
 
+@pytest.mark.gate_cases("small buckets")
 @pytest.mark.parametrize("name", ["small buckets", "one large bucket"])
 def test_the_predicted_gain_of_a_bucket_size_is_what_it_gains(name: str, tmp_path: Path) -> None:
     before = TRUTHS[name].machine

@@ -57,7 +57,7 @@ def passes_bytes(memory: MemoryByCategory) -> int:
     return memory.activations_bytes + memory.temporary_bytes
 
 
-@pytest.mark.gate_cases("bf16")
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_plan_holds_the_same_whatever_the_example_batch_was(precision: str) -> None:
     """Converted weights and gradients on their way were multiplied by the batch."""
@@ -71,6 +71,7 @@ def test_a_plan_holds_the_same_whatever_the_example_batch_was(precision: str) ->
             assert nbytes == pytest.approx(found[1, samples], rel=0.1), (keys, found)
 
 
+@pytest.mark.gate_cases("0-fp32", "7-bf16", "10-fp32", "3-bf16")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("computed_again", [0, 3, 7, BLOCKS])
 def test_it_is_what_a_pass_needs(precision: str, computed_again: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,7 @@ NEAR = {"0": 0.001, "1": 0.001, "2": 0.001, "3": 0.03, "hybrid": 0.03}
 """Stage 3 gathers the largest block, and blocks are units of the plan: with what follows the last of them."""
 
 
+@pytest.mark.gate_cases("convolutions-cpu", "perceptron-cuda")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "name",

@@ -95,6 +95,14 @@ class Storages:
         return sum(storage.nbytes() for storage in self._kept.values())
 
 
+@pytest.mark.gate_cases(
+    "cnn-bf16-blocks",
+    "cnn-fp32-none",
+    "transformer-bf16-blocks",
+    "transformer-fp32-none",
+    "transformer-bf16-weights-none",
+    "cnn-bf16-weights-blocks",
+)
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", MODELS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import signal
 import subprocess
@@ -137,7 +138,9 @@ def test_an_error_of_the_loader_is_raised_in_the_place_of_its_batch(made: Callab
     assert not threads()
 
 
-def test_an_error_of_a_worker_and_of_the_first_batch() -> None:
+def test_an_error_of_a_worker_and_of_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The wait of torch for each worker of an iterator that an error has ended, when it is collected.
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)
     for fails_at, workers, wanted in ((5, 1, 1), (0, 0, 0)):
         loader = fd.prefetch(DataLoader(Numbers(fails_at=fails_at), batch_size=4, num_workers=workers))
         found: list[Any] = []
@@ -145,6 +148,8 @@ def test_an_error_of_a_worker_and_of_the_first_batch() -> None:
             found.extend(loader)
         assert len(found) == wanted
         assert not threads()
+    del loader
+    gc.collect()
 
 
 @pytest.mark.full("slow")

@@ -40,6 +40,7 @@ main()
 """
 
 
+@pytest.mark.full_cases("its own handler-SIGTERM", "not at all-SIGUSR1")
 @pytest.mark.parametrize(
     ("listens", "number"),
     [("its own handler", "SIGTERM"), ("fd.preempted", "SIGTERM"), ("fd.preempted", "SIGUSR1"),

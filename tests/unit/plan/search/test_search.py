@@ -112,6 +112,7 @@ def test_within_three_percent_the_fewest_kinds_of_parallelism_are_chosen(gain: f
     assert least.best.prediction.peak_bytes == min(each.peak_bytes for each in least.points), "memory is exact"
 
 
+@pytest.mark.full_cases("faster2-slower2-needs ZeRO-3, too")
 @pytest.mark.parametrize(
     ("faster", "slower", "said"),
     [

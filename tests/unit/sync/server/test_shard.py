@@ -95,7 +95,7 @@ class Programs:
         return states
 
 
-@pytest.mark.gate_cases("momentum", "adamw")
+@pytest.mark.gate_cases("adamw")
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 @given(
     ranks=st.integers(1, 3),
