@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 # `make test WORKERS=3`: tests side by side; by default as many as there are cores, and at most four.
 TESTS = $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS))
 
-.PHONY: demo test test-all check format clean
+.PHONY: demo test test-all check format docs dist clean
 
 demo: $(VENV)/.installed
 	$(BIN)/farandole demo
@@ -29,6 +29,18 @@ check: $(VENV)/.installed-check
 format: $(VENV)/.installed-check
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The site, into build/site: a dead link or a page without a place in the navigation is an error.
+docs: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Wheel and sdist, into dist.
+dist: $(VENV)/.installed
+	$(BIN)/pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[build]'
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

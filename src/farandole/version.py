@@ -1,3 +1,3 @@
 """The version of the package, in one place. CHANGELOG.md is checked against it."""
 
-VERSION = "0.2.0"
+VERSION = "0.3.0"

@@ -14,6 +14,7 @@ from tests.style.tables import source
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "farandole"
 PAGE = ROOT / "docs" / "contribute.md"
+WALKS = PAGE.read_text().partition("\n## Recipes\n")[0]
 _TOKEN = re.compile(r"`([^`]+)`")
 _PATH = re.compile(r"[\w/]+\.py")
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)?")
@@ -66,7 +67,7 @@ def _names_of(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-MENTIONS = list(mentions(PAGE.read_text()))
+MENTIONS = list(mentions(WALKS))
 
 
 def test_mentions_are_found() -> None:
@@ -78,7 +79,7 @@ def test_mentions_are_found() -> None:
 
 
 def test_there_are_three_walks_and_that_of_a_gradient_has_ten_steps_at_the_most() -> None:
-    walks = re.split(r"^## ", PAGE.read_text(), flags=re.M)[1:]
+    walks = re.split(r"^## ", WALKS, flags=re.M)[1:]
     assert [walk.splitlines()[0] for walk in walks] == [
         "The life of a gradient", "The life of a job", "The life of an event",
     ]  # fmt: skip

@@ -1,6 +1,6 @@
 """The layout of `src/farandole`: packages with their ranks, folders with their levels, and what is still to come.
 
-This is the one table. `tests/style/test_layers.py` tests the imports against it, CONTRIBUTING shows it
+This is the one table. `tests/style/test_layers.py` tests the imports against it, docs/contribute.md shows it
 (``python -m tests.style`` writes it there), and a test compares the two.
 """
 

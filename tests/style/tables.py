@@ -1,4 +1,4 @@
-"""CONTRIBUTING's tables of the house, and the list of known violations: how they are written and read."""
+"""The tables of the house in docs/contribute.md, and the list of known violations: how they are written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.style.rules import HOUSE, RULES, Violations, shrunk
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "farandole"
-CONTRIBUTING = REPOSITORY / "CONTRIBUTING.md"
+PAGE = REPOSITORY / "docs" / "contribute.md"
 KNOWN = Path(__file__).with_name("known.json")
 START, END = "<!-- house: written by `python -m tests.style` -->", "<!-- end of house -->"
 
@@ -44,20 +44,20 @@ def _to_come(path: str) -> str:
 
 
 def shown_tables() -> str:
-    """Return what CONTRIBUTING shows between the markers."""
+    """Return what the page shows between the markers."""
     return _parts()[1].strip("\n")
 
 
 def write_tables() -> None:
-    """Write the tables into CONTRIBUTING, between the markers."""
+    """Write the tables into the page, between the markers."""
     before, _, after = _parts()
-    CONTRIBUTING.write_text(f"{before}{START}\n{house_tables()}\n{END}{after}")
+    PAGE.write_text(f"{before}{START}\n{house_tables()}\n{END}{after}")
 
 
 def _parts() -> tuple[str, str, str]:
     pattern = f"(.*){re.escape(START)}(.*){re.escape(END)}(.*)"
-    found = re.fullmatch(pattern, CONTRIBUTING.read_text(), re.DOTALL)
-    assert found, f"CONTRIBUTING.md has no lines {START!r} and {END!r}"
+    found = re.fullmatch(pattern, PAGE.read_text(), re.DOTALL)
+    assert found, f"docs/contribute.md has no lines {START!r} and {END!r}"
     return found[1], found[2], found[3]
 
 

@@ -25,7 +25,7 @@ def test_known_violations_are_of_rules_that_exist() -> None:
     assert set(known_violations()) <= set(RULES)
 
 
-def test_contributing_shows_the_tables() -> None:
+def test_the_page_shows_the_tables() -> None:
     assert shown_tables() == house_tables().strip("\n"), "run python -m tests.style"
 
 

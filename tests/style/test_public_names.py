@@ -6,7 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 import farandole as fd
+from tests.style.api_rows import GROUPS, tables, written_tables
+from tests.style.diagrams import DIAGRAMS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -53,9 +57,14 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_every_public_name_is_documented() -> None:
-    text = (ROOT / "docs" / "reference/api.md").read_text()
-    for name in PUBLIC:
-        assert name.startswith("__") or f"`fd.{name}" in text, f"docs/reference/api.md does not speak of fd.{name}"
+    shown = [name for names in GROUPS.values() for name in names]
+    assert sorted([*shown, "__version__"]) == PUBLIC, "GROUPS in tests/style/api_rows.py"
+    assert written_tables() == tables(), "docs/reference/api.md: python -m tests.style writes its tables"
+
+
+@pytest.mark.parametrize("name", DIAGRAMS)
+def test_diagrams_are_what_is_drawn(name: str) -> None:
+    assert (FOLDER / f"{name}.svg").read_text() == DIAGRAMS[name](), "python -m tests.style draws them"
 
 
 def test_changelog_speaks_of_this_version() -> None:

@@ -1,0 +1,124 @@
+"""The tables of docs/reference/api.md: public names, signatures and the first words of docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+
+import farandole as fd
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference/api.md"
+START, END = "<!-- names: written by `python -m tests.style` -->", "<!-- end of names -->"
+GROUPS = {
+    "The three lines": {
+        "init": "../run/launch.md",
+        "distribute": "plan.md",
+        "shard": "#epochs-and-resuming",
+    },
+    "Ranks": {
+        "World": "",
+        "world": "",
+        "shutdown": "",
+        "print": "",
+        "barrier": "",
+        "main_first": "#one-rank-first",
+        "seed": "#random-numbers",
+        "preempted": "../run/launch.md#a-warning-before-the-end",
+        "mean": "#metrics-over-all-ranks",
+        "gather": "#metrics-over-all-ranks",
+        "notebook": "../start.md#notebooks",
+    },
+    "In the loop": {
+        "prefetch": "#batches-ahead-of-the-step",
+        "accumulate": "#accumulating-in-the-loop",
+        "weight": "#losses-over-tokens",
+        "step": "../fit/one-model.md#pipeline-parallel",
+        "evaluate": "../fit/one-model.md#targets-that-do-not-count",
+        "drain": "../fit/one-model.md#without-a-flush",
+        "averaged": "../fast/rarely-meeting.md#local-steps",
+    },
+    "Parts of models": {
+        "context_shard": "../fit/one-model.md#context-parallel",
+        "context_positions": "../fit/one-model.md#context-parallel",
+        "context_gather": "../fit/one-model.md#context-parallel",
+        "MixtureOfExperts": "../fit/one-model.md#experts",
+        "router_loss": "../fit/one-model.md#the-layer",
+        "RowTable": "../fast/rarely-meeting.md#rows-by-id",
+        "RowCopy": "../fast/rarely-meeting.md#a-copy-that-serves",
+        "chunked_cross_entropy": "../fit/memory.md#cross-entropy-in-chunks",
+        "freeze": "../fit/memory.md#frozen-weights-in-few-bits",
+        "low_rank_adapters": "../fit/memory.md#adapters",
+        "OneBitAdam": "../fast/slow-networks.md#1-bit-adam",
+    },
+    "Save and load": {
+        "save": "checkpoints.md",
+        "load": "checkpoints.md",
+        "Checkpointer": "checkpoints.md#while-training-goes-on",
+        "exchange_state": "../fast/slow-networks.md#saving-and-loading",
+        "load_exchange_state": "../fast/slow-networks.md#saving-and-loading",
+    },
+    "Records, checks, plans": {
+        "log": "#trackers",
+        "phase": "",
+        "record": "../check/slow.md#training-with-ddp-fsdp2-or-horovods-api",
+        "verify": "../check/right.md",
+        "noise_scale": "../plan/planner.md#the-gradient-noise-scale",
+        "NoiseScale": "../plan/planner.md#the-gradient-noise-scale",
+        "find_micro_batch": "../fit/memory.md#the-largest-micro-batch",
+        "find_plan": "../plan/planner.md",
+        "Plan": "plan.md",
+    },
+    "Errors": dict.fromkeys(
+        (
+            "FarandoleError", "ConfigError", "PlanError", "CheckpointError", "LaunchError", "CommError",
+            "PeerLost", "Mismatch", "Stalled", "VerificationFailed",
+        ),
+        "",
+    ),
+}  # fmt: skip
+"""Names by heading, in the order of the page, each with the link to its section; "" has none."""
+_READ_ONLY = (fd.Plan, fd.World, fd.NoiseScale)
+
+
+def tables() -> list[str]:
+    """Return the tables as lines of Markdown."""
+    lines = []
+    for heading, names in GROUPS.items():
+        lines += [f"### {heading}", "", "| name | what it is |", "|---|---|"]
+        lines += [f"| `fd.{signature(name)}` | {summary(name)}{_link(more)} |" for name, more in names.items()]
+        lines.append("")
+    return lines[:-1]
+
+
+def signature(name: str) -> str:
+    """Return ``name(parameter, *, other=1)``; of classes that nobody makes, the name."""
+    value = getattr(fd, name)
+    if inspect.isclass(value) and (issubclass(value, BaseException) or value in _READ_ONLY):
+        return name
+    plain = inspect.signature(value)
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in plain.parameters.values()]
+    text = str(plain.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+    return name + re.sub(r"'([^']*)'", r'"\1"', text)
+
+
+def summary(name: str) -> str:
+    """Return the first paragraph of the docstring, in a line."""
+    first, _, _ = (inspect.getdoc(getattr(fd, name)) or "").partition("\n\n")
+    return " ".join(first.split()).replace("|", "\\|")
+
+
+def _link(target: str) -> str:
+    return f" [More]({target})." if target else ""
+
+
+def write_tables_of_names() -> None:
+    """Write the tables into the page, between its markers."""
+    before, rest = PAGE.read_text().split(START)
+    after = rest.split(END)[1]
+    PAGE.write_text("\n".join([before + START, "", *tables(), "", END + after]))
+
+
+def written_tables() -> list[str]:
+    """Return the tables that the page has."""
+    return PAGE.read_text().split(START)[1].split(END)[0].strip().splitlines()
