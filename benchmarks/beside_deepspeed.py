@@ -1,7 +1,7 @@
 """Steps of DDP, FSDP2, DeepSpeed and Farandole on two hosts, a job each, in turns.
 
     DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed
-    python benchmarks/beside_deepspeed.py --rate 200mbit --rounds 3 --out docs/results/beside-deepspeed.json
+    python benchmarks/beside_deepspeed.py --rounds 2 --steps 3 --out docs/results/beside-deepspeed.json
 
 The model is that of `farandole bench step`, a language model of 27.4 million parameters, in float32 by SGD with
 momentum, two sequences a rank. DeepSpeed runs on CPUs by gloo (DS_ACCELERATOR=cpu). A job trains a step, and times
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser = make_parser(
         __doc__,
         rate=("200mbit", "of the link between both hosts"),
-        rounds=(3, "jobs of each contender"),
+        rounds=(2, "jobs of each contender"),
         steps=(3, "timed in a job"),
         train=(str, "train this contender here: what a job runs", NAMES),
         out=(Path, "write what was measured, as JSON"),
@@ -62,7 +63,11 @@ def main() -> None:
             "loss": round(jobs[-1]["loss"], 6),
         }
         say(f"{name}: {rows[name]['median_seconds']:.2f} s a step")
-    report({"rate": options.rate, "contenders": rows}, indent=1, out=options.out)
+    facts = {
+        "rate": options.rate, "rounds": options.rounds, "steps": options.steps, "deepspeed": version("deepspeed"),
+        "jobs": "2 ranks, one a host, one thread each",
+    }  # fmt: skip
+    report({**facts, "contenders": rows}, indent=1, out=options.out)
 
 
 def run_job(name: str, options: Any) -> Run:

@@ -260,8 +260,9 @@ def report(found: Mapping[str, Any], *, indent: int | None = None, out: Path | N
     """Print what was found as JSON, with the machine and the date, on rank 0; write it to `out`, too."""
     import torch
 
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, "
-    machine += f"{os.environ.get('WORLD_SIZE', '1')} rank(s), {torch.get_num_threads()} thread(s) each"
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+    if "jobs" not in found:  # whose ranks this process has started
+        machine += f", {os.environ.get('WORLD_SIZE', '1')} rank(s), {torch.get_num_threads()} thread(s) each"
     whole = {**found, "machine": machine, "date": date.today().isoformat()}
     if is_main():
         print(json.dumps(whole, indent=indent), flush=True)

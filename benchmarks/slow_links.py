@@ -92,7 +92,7 @@ def draw(result: Run) -> str:
     title = "Seconds of a step over the rate of the link"
     notes = [
         "Mbit/s; both scales are logarithmic. x: times as fast as DDP.",
-        f"{', '.join(result['machine'].split(', ')[:3])}; {result['date']}",
+        f"{result['machine']}; {result['date']}",
     ]
     lines += [
         f'<text x="{_LEFT}" y="{_HEIGHT - 26 + 16 * row}">{escape(note)}</text>' for row, note in enumerate(notes)
@@ -119,7 +119,8 @@ def main() -> None:
         result, page = options.draw
         page.write_text(draw(json.loads(result.read_text())), encoding="utf-8")
         return
-    report({"links": measure(options.rates, options.rounds), "rounds": options.rounds}, indent=1, out=options.out)
+    links = measure(options.rates, options.rounds)
+    report({"links": links, "rounds": options.rounds, "jobs": "2 ranks, one a host"}, indent=1, out=options.out)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ address there, and a file that is not on the site is named only.
 
 from __future__ import annotations
 
+import ast
 import posixpath
 import re
 from pathlib import Path
@@ -20,6 +21,7 @@ MOVED = {
     "docs/README.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "examples": "examples/index.md",
 }
 """Where pages of the repository are on the site; the others are below docs/ there, and here without it."""
 _AWAY = '<script src="https://unpkg.com/iframe-worker/shim"></script>'
@@ -32,18 +34,27 @@ def on_files(files: Files, config: Any) -> Files:
     if old is not None:
         files.remove(old)
     for source, page in MOVED.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for path in sorted((ROOT / "examples").glob("*.py")):
+        if source.endswith(".md"):
+            files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    index = "".join(f"- [{path.name}]({path.stem}.md): {_first_line(path)}\n" for path in examples)
+    files.append(File.generated(config, MOVED["examples"], content=f"# Examples\n\n{index}"))
+    for path in examples:
         text = path.read_text(encoding="utf-8")
         page = f"# {path.name}\n\n```python\n{text}```\n"
         files.append(File.generated(config, f"examples/{path.stem}.md", content=page))
     return files
 
 
+def _first_line(path: Path) -> str:
+    return (ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "").partition("\n")[0]
+
+
 def on_config(config: Any) -> Any:
     """Give the examples a place in the navigation."""
     names = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
-    config.nav.insert(-1, {"Examples": [{f"{name}.py": f"examples/{name}.md"} for name in names]})
+    pages = [{"All": MOVED["examples"]}, *({f"{name}.py": f"examples/{name}.md"} for name in names)]
+    config.nav.insert(-1, {"Examples": pages})
     return config
 
 

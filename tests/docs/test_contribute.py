@@ -114,6 +114,12 @@ def test_the_recipes_are_those_that_are_followed_here() -> None:
     assert all(changes(recipe) for recipe in recipes().values())
 
 
+def test_all_recipes_fit_the_source_together(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / PRODUCT, tmp_path / PRODUCT, ignore=shutil.ignore_patterns("__pycache__"))
+    for recipe in recipes().values():
+        apply(recipe, tmp_path)
+
+
 def test_a_recipe_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     file = tmp_path / PRODUCT / "a.py"
     file.parent.mkdir(parents=True)

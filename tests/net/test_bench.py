@@ -148,6 +148,7 @@ def test_nothing_that_runs_is_exit_code_1(tmp_path: Path) -> None:
     assert result.stdout.startswith("did not run: missing.Codec: ")
 
 
+@pytest.mark.full("further")
 def test_codecs(tmp_path: Path) -> None:
     found, _ = bench(tmp_path, "codecs", "--codecs", "none;int8;topk:0.01;powersgd", "--rounds", "1")
     rows = {row["codec"]: row for row in found["rows"] if row["device"] == "cpu"}

@@ -61,6 +61,7 @@ def test_one_rank_alone_on_an_accelerator_is_refused_on_all() -> None:
         GradientReducer(world, parameters_of(here=world.rank == 0), fd.Plan(codec="int8"))
 
 
+@pytest.mark.full("further")
 @ranks(4, FARANDOLE_LOCAL_SIZE="2", FARANDOLE_NODE_COUNT="2")
 def test_the_exact_mean_goes_by_the_back_end() -> None:
     """Also where hosts would share memory; a plan that insists on that is refused."""

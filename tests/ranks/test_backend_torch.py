@@ -173,6 +173,7 @@ def test_tensors_without_data_come_back_and_leave_the_group_usable() -> None:
     assert real.tolist() == [1.0, 1.0]
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 def test_a_receive_is_posted_long_before_its_message() -> None:
     rank = fd.init().rank

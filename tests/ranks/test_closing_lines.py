@@ -56,6 +56,7 @@ fd.barrier()
 """
 
 
+@pytest.mark.full("further")
 def test_a_rank_without_memory_says_its_limit_and_what_needs_less(tmp_path: Path) -> None:
     result = warm.run(tmp_path, "run", "-np", "2", "--", sys.executable, script(tmp_path, LIMITED))
     assert result.returncode == 1, result.stderr
@@ -119,6 +120,7 @@ def test_a_job_without_records_says_what_ran_and_which_plan_was_in_vain(tmp_path
     assert last_notes(tmp_path, ALONE, "-np", "1") == []
 
 
+@pytest.mark.full("further")
 def test_a_job_with_records_has_no_such_note(tmp_path: Path) -> None:
     text = "import farandole as fd\nfd.init()\nfd.shutdown()\n"
     assert last_notes(tmp_path, text, "-np", "2", "--set", "codec=int8") == []

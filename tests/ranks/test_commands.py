@@ -215,7 +215,6 @@ print("it went on to its end")
 """
 
 
-@pytest.mark.full("further")
 def test_verify_compares_what_an_optimizer_of_horovod_trains(tmp_path: Path) -> None:
     right = script(tmp_path, HOROVOD.replace("SEED", "0").replace("OPERATION", "Average"), "right.py")
     code, answer, err = verify(tmp_path, right)
@@ -276,7 +275,7 @@ def test_a_plan_that_the_ranks_refuse_ends_with_2(tmp_path: Path) -> None:
         assert result.returncode == 2, result.stderr
 
 
-@pytest.mark.full_cases("torchrun")
+@pytest.mark.full("further")
 @pytest.mark.parametrize("starter", ["alone", "torchrun"])
 def test_a_plan_that_is_refused_ends_with_2_without_our_launcher(tmp_path: Path, starter: str) -> None:
     name = trains(tmp_path)

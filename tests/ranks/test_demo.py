@@ -44,6 +44,7 @@ def test_the_demo_on_images(tmp_path: Path) -> None:
     assert answer["two_processes"]["last_loss"] < 0.8 * answer["one_process"]["first_loss"]
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(150)
 def test_the_demo_on_a_damaged_file(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(b"short")

@@ -117,6 +117,7 @@ def test_an_exact_choice_trains_as_codec_none(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.full("busy")
 @ranks(2)
 def test_the_profile_of_a_step_is_that_of_the_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     fd.init()

@@ -126,7 +126,7 @@ def test_first_steps_that_exchange_gradients_are_no_missing_meetings(tmp_path: P
     assert not any("meeting" in note for note in summary["notes"])
 
 
-@pytest.mark.gate_cases("weight_codec=int8")
+@pytest.mark.full("further")
 @pytest.mark.parametrize("setting", ["codec=int8", "weight_codec=int8", 'codec_for={"*"="int8"}'])
 def test_codecs_that_change_nothing_in_one_host_are_told(tmp_path: Path, setting: str) -> None:
     (tmp_path / "train.py").write_text(

@@ -87,7 +87,7 @@ def compare(plan: fd.Plan) -> None:
             torch.testing.assert_close(value, theirs, rtol=0, atol=NEAR, msg=lambda text: f"{name}: {text}")  # noqa: B023
 
 
-@pytest.mark.gate_cases("data-pipeline", "tensor-context", "tensor-expert")
+@pytest.mark.gate_cases("data-pipeline", "shard-pipeline", "tensor-context", "tensor-expert")
 @pytest.mark.parametrize(("degrees", "keys"), FOUR, ids=["-".join([*d, *map(str, k.values())]) for d, k in FOUR])
 @ranks(4)
 @takes(60)

@@ -153,6 +153,7 @@ def coded(codec: str, *, bad_step: int | None) -> list[torch.Tensor]:
     return [each * 1 for each in found]
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize(
     "codec", [pytest.param(each, marks=[] if each == "int8" else pytest.mark.full("further")) for each in CODECS]
 )

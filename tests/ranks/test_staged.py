@@ -152,6 +152,7 @@ def test_a_backend_without_messages_is_gone_around(monkeypatch: pytest.MonkeyPat
             distributed(fd.Plan(codec="int8", staging="never"))
 
 
+@pytest.mark.full("further")
 @pytest.mark.parametrize("staged_seconds", [0.5, pytest.param(0.95, marks=pytest.mark.full("further"))])
 @ranks(4, **TWO_HOSTS)
 def test_the_faster_way_between_hosts_is_taken(staged_seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:

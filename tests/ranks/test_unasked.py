@@ -117,6 +117,7 @@ def test_strange_scripts_train_to_the_same_bits(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("plain/run/events*"))
 
 
+@pytest.mark.full("further")
 @patient
 def test_a_job_whose_models_cannot_be_recorded_has_no_records(tmp_path: Path) -> None:
     assert run(tmp_path / "refused", *REFUSED)["summary"]["steps"] == 0

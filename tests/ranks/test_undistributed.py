@@ -16,7 +16,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-@pytest.mark.gate_cases("distributed")
+@pytest.mark.full("busy")
 @pytest.mark.parametrize("kind", ["forgotten", "distributed", "divided", "wrapped", "reference", "never"])
 @ranks(2)
 def test_who_forgot_to_distribute_is_told_at_the_first_step_and_at_the_end(kind: str) -> None:

@@ -14,7 +14,7 @@ GROUPS = {
     "The three lines": {
         "init": "../run/launch.md",
         "distribute": "plan.md",
-        "shard": "#epochs-and-resuming",
+        "shard": "#epochs-and-resuming #batches-of-about-equal-length #the-same-data-on-all-ranks",
     },
     "Ranks": {
         "World": "",
@@ -26,16 +26,16 @@ GROUPS = {
         "seed": "#random-numbers",
         "preempted": "../run/launch.md#a-warning-before-the-end",
         "mean": "#metrics-over-all-ranks",
-        "gather": "#metrics-over-all-ranks",
+        "gather": "#metrics-over-all-ranks #losses-over-the-joined-batch",
         "notebook": "../start.md#notebooks",
     },
     "In the loop": {
         "prefetch": "#batches-ahead-of-the-step",
         "accumulate": "#accumulating-in-the-loop",
         "weight": "#losses-over-tokens",
-        "step": "../fit/one-model.md#pipeline-parallel",
-        "evaluate": "../fit/one-model.md#targets-that-do-not-count",
-        "drain": "../fit/one-model.md#without-a-flush",
+        "step": "../fit/one-model.md#pipeline-parallel ../fit/one-model.md#targets-that-do-not-count",
+        "evaluate": "../fit/one-model.md#pipeline-parallel #metrics-over-all-ranks",
+        "drain": "../fit/one-model.md#without-a-flush ../fast/rarely-meeting.md#local-steps",
         "averaged": "../fast/rarely-meeting.md#local-steps",
     },
     "Parts of models": {
@@ -77,7 +77,7 @@ GROUPS = {
         "",
     ),
 }  # fmt: skip
-"""Names by heading, in the order of the page, each with the link to its section; "" has none."""
+"""Names by heading, in the order of the page, each with links to sections, by spaces."""
 _READ_ONLY = (fd.Plan, fd.World, fd.NoiseScale)
 
 
@@ -86,7 +86,7 @@ def tables() -> list[str]:
     lines = []
     for heading, names in GROUPS.items():
         lines += [f"### {heading}", "", "| name | what it is |", "|---|---|"]
-        lines += [f"| `fd.{signature(name)}` | {summary(name)}{_link(more)} |" for name, more in names.items()]
+        lines += [f"| `fd.{signature(name)}` | {summary(name)}{_links(more)} |" for name, more in names.items()]
         lines.append("")
     return lines[:-1]
 
@@ -103,13 +103,21 @@ def signature(name: str) -> str:
 
 
 def summary(name: str) -> str:
-    """Return the first paragraph of the docstring, in a line."""
-    first, _, _ = (inspect.getdoc(getattr(fd, name)) or "").partition("\n\n")
+    """Return the first paragraph of the docstring in a line, and who has to call it; of a world its fields."""
+    value = getattr(fd, name)
+    first, _, rest = (inspect.getdoc(value) or "").partition("\n\n")
+    called = re.match(r"Call it on all ranks[^.]*\.", rest)
+    if called:
+        first += f" {called[0]}"
+    elif value is fd.World:
+        first += f" It has {rest.partition(chr(10) * 2)[0]}"
     return " ".join(first.split()).replace("|", "\\|")
 
 
-def _link(target: str) -> str:
-    return f" [More]({target})." if target else ""
+def _links(targets: str) -> str:
+    words = zip(("More", "more", "more"), targets.split(), strict=False)
+    links = ", ".join(f"[{word}]({target})" for word, target in words)
+    return f" {links}." if links else ""
 
 
 def write_tables_of_names() -> None:

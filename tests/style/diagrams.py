@@ -100,14 +100,18 @@ def meetings() -> str:
                 parts.append(_box(x, y, 38, "meet", ORANGE))
                 x += 40
         y += 40
-    parts.append(_text(12, y + 18, "fragments=2,"))
+    parts.append(_text(12, y + 18, "H=4,fragments=2,"))
     parts.append(_text(12, y + 34, "overlap=1"))
     parts += [_box(120 + 58 * step, y, 56, str(step + 1), BLUE) for step in range(9)]
     for index, step in enumerate((2, 4, 6, 8)):
         parts.append(_box(120 + 58 * step, y + 30, 56, f"part {index % 2 + 1}", ORANGE, 20))
     parts += [
-        _text(12, y + 78, "Blue: steps of a rank alone. Orange: ranks exchange how far they came. With overlap"),
-        _text(12, y + 94, "a part travels while the next step computes, and its mean is applied one step later."),
+        _text(
+            12, y + 78, "Blue: computing. Orange: exchange of gradients, or every H steps of how far ranks came."
+        ),
+        _text(
+            12, y + 94, "With overlap a part travels while the next step computes; its mean comes a step later."
+        ),
     ]
     return _page(730, int(y) + 106, "When ranks meet", parts)
 

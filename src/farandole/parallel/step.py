@@ -52,11 +52,11 @@ def step(
 ) -> torch.Tensor:
     """Run forward and backward of a batch; return the mean loss over the samples of all ranks.
 
-    The batch is divided along its first dimension into the plan's ``micro_batches``, one after the other or, with
-    a pipeline, by its ``schedule``. Gradients are those of the mean over the micro-batches, and then the mean over
-    the ranks. Clip them and step the optimizer as after ``backward()``. Under `torch.no_grad` it is `evaluate`.
-    With ``weight_versions = 2`` gradients are of the batch before, and after the first batch there are none: see
-    `drain`.
+    Call it on all ranks. The batch is divided along its first dimension into the plan's ``micro_batches``, one
+    after the other or, with a pipeline, by its ``schedule``. Gradients are those of the mean over the
+    micro-batches, and then the mean over the ranks. Clip them and step the optimizer as after ``backward()``.
+    Under `torch.no_grad` it is `evaluate`. With ``weight_versions = 2`` gradients are of the batch before, and
+    after the first batch there are none: see `drain`.
 
     Args:
         model: a model that `distribute` was called with.
@@ -120,9 +120,9 @@ def step(
 def drain(model: nn.Module) -> bool:
     """Run what is still open of the last batch (``weight_versions = 2``), or meet now (``sync``).
 
-    With two versions of the weights the gradients of that batch are those of the parameters then: step the
-    optimizer once more. To be called by all ranks after the loop, and before a checkpoint. The next `step` fills
-    the pipeline anew.
+    Call it on all ranks. With two versions of the weights the gradients of that batch are those of the parameters
+    then: step the optimizer once more. To be called by all ranks after the loop, and before a checkpoint. The next
+    `step` fills the pipeline anew.
 
     Where ranks train on their own (plan key ``sync``) they meet, over all that changed since the last meeting:
     afterwards all have the averaged parameters. Under any other plan it does nothing.
@@ -156,9 +156,10 @@ def evaluate(
 ) -> torch.Tensor:
     """Run the forward pass of a batch, without gradients; return the mean loss over the samples of all ranks.
 
-    As `step`, but the batch may have any number of samples, as the last one of a loader has, and another one on
-    each rank: it goes in as many micro-batches as divide it. To be called by all ranks, as often on each. The mode
-    of the model stays: call ``model.eval()`` before. A loss function may return any mean, such as an accuracy.
+    Call it on all ranks. As `step`, but the batch may have any number of samples, as the last one of a loader has,
+    and another one on each rank: it goes in as many micro-batches as divide it. To be called by all ranks, as
+    often on each. The mode of the model stays: call ``model.eval()`` before. A loss function may return any mean,
+    such as an accuracy.
 
     Args:
         model: a model that `distribute` was called with.

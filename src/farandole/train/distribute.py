@@ -33,7 +33,7 @@ def distribute(model: M, optimizer: list[O], plan: Plan | None = None) -> tuple[
 
 
 def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[Any, Any]:
-    """Make `model` train on all ranks as one process would on the joined batch.
+    """Make `model` train on all ranks as one process would on the joined batch; return the same two objects.
 
     Parameters, buffers and optimizer state are broadcast from rank 0. After every ``backward()``,
     ``parameter.grad`` is the mean over the samples of all ranks. The model is changed in place and not wrapped.
@@ -57,7 +57,7 @@ def distribute(model: Any, optimizer: Any, plan: Plan | None = None) -> tuple[An
 
 @contextmanager
 def averaged(model: nn.Module) -> Iterator[None]:
-    """Let `model` have the parameters that the ranks averaged at their last meeting, to evaluate it.
+    """In this context `model` has the parameters that the ranks averaged at their last meeting: to evaluate it.
 
     ::
 

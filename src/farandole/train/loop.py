@@ -30,7 +30,7 @@ from .trackers import Trackers
 
 @contextmanager
 def accumulate(hold: bool = True) -> Iterator[None]:
-    """Keep the gradients of the backward passes inside on this rank; the first pass outside exchanges them too.
+    """In this context gradients of backward passes stay on this rank; the first pass outside exchanges them too.
 
     As ``no_sync`` of DistributedDataParallel: one exchange for several micro-batches instead of one for each. It
     applies to all distributed models. Without a pass outside, the optimizer's step exchanges them. Until then
@@ -133,9 +133,9 @@ def print(  # noqa: A001 - the field's name; fd.print replaces print
     flush: bool = True,
     all_ranks: bool = False,
 ) -> None:
-    """Print on rank 0 only, or on all ranks with the rank in front of each line.
+    """Print on rank 0 only, or on all ranks with the rank in front of each line. Sends nothing: call it anywhere.
 
-    May be called by any rank at any time: it sends nothing. Before `init` and after `shutdown` the launcher's
+    Before `init` and after `shutdown` the launcher's
     variables say which rank this is.
 
     Args:

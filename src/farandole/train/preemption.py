@@ -52,9 +52,9 @@ _warning = _WarningSignal()
 def preempted() -> bool:
     """Return whether the job will end soon: whether any rank has received SIGUSR1 or SIGTERM.
 
-    Call it on all ranks at the same point of the loop, from the first step on. The first call installs the signal
-    handlers. Each call is one small exchange. Another SIGTERM, 5 s or more after the first, ends the process as
-    without handlers.
+    Call it on all ranks once a step, at the same point of the loop and from the first step on. The first call
+    installs the signal handlers. Each call is one small exchange. Another SIGTERM, 5 s or more after the first,
+    ends the process as without handlers.
 
     Returns:
         The same bool on all ranks.

@@ -239,9 +239,9 @@ def init(
 
 
 def shutdown() -> None:
-    """Leave the job: finish the files and destroy the groups.
+    """Leave the job: finish the files and destroy the groups. Called at exit; `init` may follow.
 
-    May be called twice, and `init` may follow. It is called automatically at exit.
+    May be called twice.
     """
     atexit.unregister(shutdown)
     if has_world():

@@ -72,6 +72,7 @@ def rows(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any
     return result, {(row["stage"], row["ranks"]): row for row in result["rows"]}
 
 
+@pytest.mark.full("further")
 @pytest.mark.usefixtures("here")
 def test_two_ranks_that_divide_layers_hold_half_of_their_matrices(capsys: pytest.CaptureFixture[str]) -> None:
     result, found = rows(capsys, "--tensor", "2")

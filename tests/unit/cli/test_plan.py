@@ -260,6 +260,7 @@ def test_layers_that_nothing_recognises_are_divided_by_the_users_recipe(
     assert "53% of what 0 computes whole on every rank: 0.o.weight, 0.v.weight, 0.k.weight, 0.q.weight" in said
 
 
+@pytest.mark.full("further")
 def test_a_model_that_fits_nowhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, with what would make it fit on stdout; the reasons are written, and no plan."""
     line = ["plan", "--profile", "model.json", "--cluster", "cluster.toml", "--gpus", "8", "--effort", "60"]
@@ -269,6 +270,7 @@ def test_a_model_that_fits_nowhere(here: Path, capsys: pytest.CaptureFixture[str
     assert (here / "plan.why.json").exists()
 
 
+@pytest.mark.full("further")
 def test_more_ranks_than_were_measured_are_said_to_be_extrapolated(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -656,6 +656,7 @@ def test_what_a_script_does_around_its_evaluation_on_one_rank_is_said_so(tmp_pat
     assert 'with fd.phase("name"):' in finding(other, "irregular").fixes[0].paste
 
 
+@pytest.mark.full("further")
 def test_the_bucket_size_that_the_plan_has_is_not_proposed(tmp_path: Path) -> None:
     small = healthy(bucket_bytes=(30_000, 10_000) * 100, latency_seconds=1e-3, bytes_per_second=1e9)
     proposed = finding(of(tmp_path / "r", small), "small-buckets").fixes[0].changes["bucket_bytes"]

@@ -200,6 +200,7 @@ def test_tokens_may_be_divided_where_nothing_whole_mixes_them() -> None:
         assert may_divide_tokens(find_marks(nn.Sequential(block), {}), block) == expected, f"{block.more}"
 
 
+@pytest.mark.full("further")
 def test_tokens_of_a_block_with_a_second_sequence_stay_whole() -> None:
     """The keys of a decoder are not those tokens that a block takes its part of."""
     layer = nn.TransformerDecoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
@@ -560,6 +561,7 @@ def test_positions_of_a_training_are_read_while_others_are_analysed() -> None:
     assert masking_utils.find_packed_sequence_indices is usual
 
 
+@pytest.mark.full("further")
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 def test_positions_of_packed_sequences_are_those_of_the_batch() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM, masking_utils

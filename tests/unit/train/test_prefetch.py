@@ -426,7 +426,7 @@ if sys.argv[2] == "waits":
 """
 
 
-@pytest.mark.full_cases("600-waits--2")
+@pytest.mark.full("further")
 @pytest.mark.parametrize(("seconds", "what", "code"), [("0.01", "leaves", 0), ("600", "waits", -signal.SIGINT)])
 def test_the_process_ends_though_a_thread_draws(seconds: str, what: str, code: int) -> None:
     with subprocess.Popen(

@@ -148,7 +148,11 @@ class _Refusals:
 
 @dataclass(eq=False)
 class World(MeshPlace):
-    """The ranks of one job, seen from one of them. Made by `fd.init`; read by everything else."""
+    """The ranks of one job, seen from one of them. Made by `fd.init`; read by everything else.
+
+    `rank`, `size`, `is_main`, `local_rank`, `local_size`, `node_rank`, `node_count`, `host`, `device`, `backend`,
+    and the groups `group`, `node` and `cross`.
+    """
 
     rank: int
     size: int

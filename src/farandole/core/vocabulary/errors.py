@@ -114,4 +114,4 @@ class Stalled(CommError):
 
 
 class VerificationFailed(FarandoleError):
-    """`fd.verify` found a check that failed."""
+    """A check of `fd.verify` failed: raised by ``raise_if_failed`` of what it returns."""

@@ -81,7 +81,7 @@ class _Gradient:
 
 
 class RowTable(nn.Module):
-    """An embedding of any int64 ids from 0 on. To be made by all ranks, with the same arguments.
+    """An embedding of any int64 ids from 0 on, whose rows lie on server processes. Made by all ranks alike.
 
     It has no parameters: `model.parameters()` and `state_dict()` are without it (see `snapshot`), and
     gradient clipping does not reach it. `fd.save` has the tables of a model, and those it is given. Servers

@@ -92,7 +92,9 @@ def verify(
     batch: Any = None,
     losses: Sequence[float] | None = None,
 ) -> Verification:
-    """Check that the ranks of a data-parallel job are consistent. Call it on all ranks.
+    """Check that the ranks of a data-parallel job are consistent; return the checks, true if none failed.
+
+    Call it on all ranks.
 
     Args:
         model: the distributed model; parameters, buffers and existing gradients must be equal on all ranks.

@@ -45,6 +45,7 @@ def nothing() -> PlanAnswer:
     return search(make_profile(), make_cluster(memory=3e7), SearchRequest(8, 64, effort=60), predict_plainly)
 
 
+@pytest.mark.full("further")
 def test_the_text_has_everything_in_100_columns(answer: PlanAnswer, wide: PlanAnswer, nothing: PlanAnswer) -> None:
     """Plan, interval, memory by stage and category, parts of a step, reasons, changes, the script, warnings."""
     for each in (answer, wide, nothing):

@@ -135,6 +135,7 @@ def test_near_plans_change_little_in_the_script_and_have_few_kinds(
     assert said in answer.families[1].reason, answer.families[1]
 
 
+@pytest.mark.full("further")
 def test_what_no_pass_could_run_is_not_proposed() -> None:
     """A model that fails in another type, or where blocks run again."""
     plain = make_profile(blocks=3)
@@ -234,6 +235,7 @@ def guessed(codecs: Mapping[str, CodecCost]) -> dict[str, CodecCost]:
     }
 
 
+@pytest.mark.full("further")
 def test_on_accelerators_nothing_is_proposed_that_takes_a_cpus_memory() -> None:
     """ZeRO-1 and 2, which `fd.distribute` refuses there, and codecs that were not measured, or with shards."""
     profile, request = make_profile(), SearchRequest(8, 64, allow_lossy=True, effort=3000)

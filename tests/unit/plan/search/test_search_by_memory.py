@@ -78,7 +78,7 @@ def test_looking_wider_is_never_worse(seed: int) -> None:
     assert free <= others[best] * (1 + NEAR), f"{free / others[best] - 1:.1%} slower than with {best}: {others}"
 
 
-@pytest.mark.gate_cases("2000.0")
+@pytest.mark.full("further")
 @pytest.mark.parametrize("saved", [500.0, 2000.0])
 def test_a_model_that_fits_by_few_plans_is_not_said_to_be_too_large(saved: float) -> None:
     """64 billion parameters and long sequences on 64 GPUs of 84 GB: fast plans are too large."""
@@ -240,6 +240,7 @@ def test_what_is_kept_is_known_without_the_whole_schedule(name: str) -> None:
                     )
 
 
+@pytest.mark.full("further")
 def test_what_is_said_of_precision_and_of_long_steps() -> None:
     """A device that is much faster in bf16, where that was not asked for; and tokens that are given as samples."""
     profile, cluster = make_profile(), preset_cluster("dgx-h100", 8)

@@ -193,6 +193,7 @@ def test_a_client_that_stays_away_is_given_up_and_refused(running: Running) -> N
         running.call(1)
 
 
+@pytest.mark.full("further")
 @pytest.mark.timeout(120)
 def test_strangers_get_nowhere(running: Running) -> None:
     first, _ = running.call(0), running.call(1)
