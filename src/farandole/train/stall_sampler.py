@@ -164,8 +164,8 @@ _TORCH = str(Path(torch.__file__).parent)
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "_pydevd_bundle", "debugpy", "IPython.core.debugger", "ipdb", "pudb")
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 _WRAPPERS = frozenset({"wrapper", "inner", "decorate_context", "_fn", "profile_hook_step", "_call_impl"})
-_ENDS = ("farandole.train.session",)
-_EXCHANGES = ("farandole.comm", "torch.distributed.distributed_c10d", "torch.distributed._functional_collectives")
+_EXCHANGES = ("farandole.comm", "farandole.horovod.named_ops", "torch.distributed.distributed_c10d",
+              "torch.distributed._functional_collectives")  # fmt: skip
 _CALLERS_OF_EXCHANGES = ("farandole", "torch.distributed", "torch.nn.parallel")
 
 
@@ -215,7 +215,7 @@ def is_leaving(thread: int, stack: Stack) -> bool:
         handled = handled[1]
     if isinstance(handled, KeyboardInterrupt):
         return True
-    return any(call.function.endswith("excepthook") or call.is_in(*_ENDS) for call in stack)
+    return any(call.function.endswith("excepthook") or call.is_in("farandole.train.session") for call in stack)
 
 
 def find_place(stack: Stack) -> str:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 import farandole as fd
 from farandole.core.failures import Position
 from farandole.core.vocabulary.spec import Plan
+from farandole.horovod.named_ops.operations import PendingTicket
 from farandole.train.stall_sampler import (
     STILL_SAMPLES,
     Sampler,
@@ -184,6 +185,15 @@ def test_packages_on_the_pythonpath_are_not_the_users_own(tmp_path: Path, monkey
         found.append(find_place(stack_of(lambda stop, engine=engine: engine.run(threading.Event.wait, stop))))
     assert found[0].startswith(f"{HERE}:"), found
     assert "engine_own.py:2 (run)" in found[1], found
+
+
+def test_an_operation_of_horovod_is_an_exchange() -> None:
+    def named(stop: threading.Event) -> None:
+        ticket = PendingTicket(before_wait=stop.wait)  # type: ignore[arg-type]
+        ticket.finish(None)
+        ticket.wait()
+
+    assert sampled(named, []).kind == "waiting"
 
 
 def test_a_debugger_is_a_pause() -> None:
