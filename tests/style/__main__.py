@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import sys
 
-from tests.style.api_rows import write_tables_of_names
+from tests.style import api_rows, rule_rows, tables
 from tests.style.ceilings import lower, sizes
 from tests.style.diagrams import write_diagrams
-from tests.style.rule_rows import write_rows
-from tests.style.tables import known_violations, source, write_known, write_tables
+from tests.style.tables import known_violations, source, write_known
 
 before = known_violations()
-write_tables()
-write_rows()
-write_tables_of_names()
+tables.TABLES.write(tables.house_tables())
+rule_rows.TABLE.write(rule_rows.rows())
+api_rows.TABLES.write(api_rows.tables())
 write_diagrams()
 lower(sizes(source()))
 write_known(as_found="--as-found" in sys.argv[1:])

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from pathlib import Path
 
 import farandole as fd
+from tests.style.marked import Marked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference/api.md"
-START, END = "<!-- names: written by `python -m tests.style` -->", "<!-- end of names -->"
+TABLES = Marked("reference/api.md", "names")
 GROUPS = {
     "The three lines": {
         "init": "../run/launch.md",
@@ -115,18 +114,5 @@ def summary(name: str) -> str:
 
 
 def _links(targets: str) -> str:
-    words = zip(("More", "more", "more"), targets.split(), strict=False)
-    links = ", ".join(f"[{word}]({target})" for word, target in words)
+    links = ", ".join(f"[{'more' if at else 'More'}]({target})" for at, target in enumerate(targets.split()))
     return f" {links}." if links else ""
-
-
-def write_tables_of_names() -> None:
-    """Write the tables into the page, between its markers."""
-    before, rest = PAGE.read_text().split(START)
-    after = rest.split(END)[1]
-    PAGE.write_text("\n".join([before + START, "", *tables(), "", END + after]))
-
-
-def written_tables() -> list[str]:
-    """Return the tables that the page has."""
-    return PAGE.read_text().split(START)[1].split(END)[0].strip().splitlines()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from pathlib import Path
 from typing import Any
 
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, broken, shown
 from farandole.core.vocabulary.spec import Plan
+from tests.style.marked import Marked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference/plan.md"
-START, END = "<!-- rules: written by `python -m tests.style` -->", "<!-- end of rules -->"
+TABLE = Marked("reference/plan.md", "rules")
 _VALUES: dict[str, tuple[Any, ...]] = {
     "accumulate": (2, 0), "balance": ("speed",), "balance_cap": (4, -1), "bf16_parameters": (True,),
     "bucket_bytes": (1024, -1), "chunks": (2,), "clip_norm": (1.0, -1.0), "codec": ("powersgd", "int8", "auto"),
@@ -59,15 +58,3 @@ def _without_last_key(rule: Rule) -> tuple[list[str], list[str], str, str]:
 
 def _shown(key: str, value: Any) -> str:
     return f"`{key} = {shown(value)}`"
-
-
-def write_rows() -> None:
-    """Write the table into docs/reference/plan.md, between its markers."""
-    before, rest = PAGE.read_text().split(START)
-    after = rest.split(END)[1]
-    PAGE.write_text("\n".join([before + START, "", *rows(), "", END + after]))
-
-
-def written_rows() -> list[str]:
-    """Return the table that docs/reference/plan.md has."""
-    return PAGE.read_text().split(START)[1].split(END)[0].strip().splitlines()

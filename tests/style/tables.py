@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from functools import cache
 from pathlib import Path
 
 from tests.style import house
 from tests.style.import_graph import Tree
+from tests.style.marked import Marked
 from tests.style.rules import HOUSE, RULES, Violations, shrunk
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SOURCE = REPOSITORY / "src" / "farandole"
-PAGE = REPOSITORY / "docs" / "contribute.md"
 KNOWN = Path(__file__).with_name("known.json")
-START, END = "<!-- house: written by `python -m tests.style` -->", "<!-- end of house -->"
+TABLES = Marked("contribute.md", "house")
+"""The part of docs/contribute.md that has them."""
 
 
 @cache
@@ -24,9 +24,9 @@ def source() -> Tree:
     return Tree(SOURCE)
 
 
-def house_tables() -> str:
-    """Return the table of packages, and for each package that of its folders, as Markdown."""
-    lines = ["", "| rank | packages | what they do |", "|---|---|---|"]
+def house_tables() -> list[str]:
+    """Return the table of packages, and for each package that of its folders, as lines of Markdown."""
+    lines = ["| rank | packages | what they do |", "|---|---|---|"]
     for rank in sorted({rank for rank, _ in house.PACKAGES.values()}, reverse=True):
         row = {name: purpose for name, (own, purpose) in house.PACKAGES.items() if own == rank}
         names = ", ".join(f"`{name}`{_to_come(name)}" for name in row)
@@ -36,29 +36,11 @@ def house_tables() -> str:
         for folder, purpose in rows:
             path = package if folder == "." else f"{package}/{folder}"
             lines.append(f"| `{path}`{_to_come(path)} | {purpose} |")
-    return "\n".join([*lines, ""])
+    return lines
 
 
 def _to_come(path: str) -> str:
     return " (to come)" if path in house.TO_COME else ""
-
-
-def shown_tables() -> str:
-    """Return what the page shows between the markers."""
-    return _parts()[1].strip("\n")
-
-
-def write_tables() -> None:
-    """Write the tables into the page, between the markers."""
-    before, _, after = _parts()
-    PAGE.write_text(f"{before}{START}\n{house_tables()}\n{END}{after}")
-
-
-def _parts() -> tuple[str, str, str]:
-    pattern = f"(.*){re.escape(START)}(.*){re.escape(END)}(.*)"
-    found = re.fullmatch(pattern, PAGE.read_text(), re.DOTALL)
-    assert found, f"docs/contribute.md has no lines {START!r} and {END!r}"
-    return found[1], found[2], found[3]
 
 
 def known_violations() -> dict[str, Violations]:

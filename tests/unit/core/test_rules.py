@@ -9,7 +9,7 @@ from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, allows, broken, check
 from farandole.core.vocabulary.spec import Plan
 from farandole.plan.scaling import ScaleRequest, candidate_of
-from tests.style.rule_rows import example, rows, written_rows
+from tests.style.rule_rows import TABLE, example, rows
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: "-".join(rule.values))
@@ -57,4 +57,4 @@ def test_what_a_key_could_be_beside_others() -> None:
 
 
 def test_docs_show_every_rule() -> None:
-    assert written_rows() == rows(), "run python -m tests.style"
+    assert TABLE.read() == rows(), "run python -m tests.style"
