@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from farandole.core.failures import Position
 from farandole.core.framing import pack_frame
 from farandole.core.vocabulary.errors import ConfigError
 from farandole.core.vocabulary.run_files import PLAN, Crash
@@ -17,13 +18,13 @@ from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.workers import WorkerHost
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.hosts import Host, HostFinder, HostSlots
-from farandole.launch.ssh.elastic_host import SshHostPool
-from farandole.launch.ssh.job import RemoteJobSpec
+from farandole.launch.ssh.host import RemoteJobSpec
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
-from farandole.launch.ssh.link.protocol import own_versions
+from farandole.launch.ssh.link.protocol import own_versions, pack_crash
 from farandole.launch.ssh.link.remote_shell import HostSetup
-from farandole.launch.start.elastic import LocalHostPool
-from farandole.launch.supervise.failure import Exit
+from farandole.launch.start.elastic import ElasticHosts, ThisMachine
+from farandole.launch.supervise.failure import Exit, HostFailure
+from farandole.launch.supervise.job_loop import JobHost
 
 # Plays an agent: says what it is given, a frame after the other, and stays.
 ACTOR = """
@@ -40,6 +41,7 @@ class Heard:
     def __init__(self) -> None:
         self.frames: list[tuple[int, Frame]] = []
         self.exits: list[Exit] = []
+        self.crashes: list[Crash] = []
         self.losses: list[tuple[str, int]] = []
 
     def heard(self, worker: int, frame: Frame) -> None:
@@ -48,14 +50,20 @@ class Heard:
     def printed(self, worker: int, is_error: bool, data: bytes) -> None:
         pass
 
-    def ended(self, exited: Exit, crashes: Sequence[Crash], *, out_of_memory: bool) -> None:
+    def crashed(self, crash: Crash) -> None:
+        self.crashes.append(crash)
+
+    def ended(self, exited: Exit) -> None:
         self.exits.append(exited)
+
+    def stood(self, positions: Iterable[Position]) -> None:
+        pass
 
     def say(self, text: str) -> None:
         pass
 
-    def lost(self, host: WorkerHost, cause: str, *, remedy: str, exit_code: int) -> None:
-        self.losses.append((cause, exit_code))
+    def lost(self, host: JobHost, failure: HostFailure) -> None:
+        self.losses.append((failure.cause, failure.exit_code))
         host.close()
 
 
@@ -82,7 +90,7 @@ class Stage:
         def find(name: str) -> Host:
             return HostFinder().find(HostSlots(name, 1))
 
-        self.fleet = SshHostPool(self.work, find, self.command_for, LocalHostPool(("true",), self.work.job, {}))
+        self.fleet = ElasticHosts(self.work, find, self.command_for, ThisMachine(("true",), self.work.job, {}))
         self.hosts: list[WorkerHost] = []
 
     def command_for(self, host: Host) -> list[str]:
@@ -116,19 +124,22 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def test_what_workers_say_is_passed_on(stage: Stage) -> None:
     heard = message(type="heard", worker=3, frame={"type": "ready"})
-    ended = message(type="exit", rank=3, code=7, held="", crashes=[], out_of_memory=False)
-    stage.reach("b", READY + ROUTE + heard + ended).start(3, "b", {"HOROVOD_RANK": "1"})
+    crash = message(type="crash", crash=pack_crash(Crash(3, "elsewhere", 5, "ValueError", "x", "", False, 1, 0.0)))
+    end = {"code": 7, "held": "", "stopped": False, "is_missed": True, "out_of_memory": False}
+    ended = message(type="exit", rank=3, **end)
+    stage.reach("b", READY + ROUTE + heard + crash + ended).start(3, "b", {"HOROVOD_RANK": "1"})
     stage.turn_until("exits")
     assert stage.reports.frames == [(3, {"type": "ready"})]
-    assert [(exited.rank, exited.code) for exited in stage.reports.exits] == [(3, 7)]
+    assert [(crash.rank, crash.host, crash.step) for crash in stage.reports.crashes] == [(3, "b", 5)]
+    assert [(exited.rank, exited.code, exited.host) for exited in stage.reports.exits] == [(3, 7, "b")]
     assert not stage.reports.losses
 
 
 @pytest.mark.parametrize(
     ("says", "cause"),
     [
-        (READY + ROUTE + message(type="heard", worker=4, frame={}), "news of worker 4, which does not run there"),
-        (READY + ROUTE + message(type="exit", rank=3), "'crashes'"),
+        (READY + ROUTE + message(type="heard", worker=4, frame={}), "a frame of 4, which does not run there"),
+        (READY + ROUTE + message(type="exit", rank=3), "'code'"),
         (READY + ROUTE + message(type="done"), "it is done before it was let go"),
         (b"x" * 100, "a frame of"),
         (message(type="ready", versions={"farandole": "0.0.1"}, address=""), "it has farandole 0.0.1, this"),
@@ -146,7 +157,7 @@ def test_a_host_that_makes_no_sense_is_lost(stage: Stage, says: bytes, cause: st
 def test_a_worker_that_waits_for_its_host_can_be_stopped(stage: Stage) -> None:
     host = stage.reach("b", b"")
     host.start(3, "b", {"HOROVOD_RANK": "1"})
-    host.signal(3, 15)
+    host.stop(15)
     assert [exited.rank for exited in stage.reports.exits] == [3]
     assert host.leave(), "nothing was ever started there"
 

@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.ssh.job import Loss, find_cause
 from farandole.launch.ssh.link.host_failure import why_hung_up
 from farandole.launch.ssh.link.remote_shell import HostSetup
 from farandole.launch.supervise.failure import Exit, remedy_of
+from farandole.launch.supervise.fixed_job import Loss, find_cause
 from farandole.launch.supervise.stopped_process import OwnPauses
 
 
@@ -30,8 +30,6 @@ class Link:
     errors: bytes = b""
     code: int | None = 1
     silent: float = 0.1
-    places: tuple[Any, ...] = ()
-    out_of_memory: bool = False
     ready: bool = True
 
     def wait(self, seconds: float) -> int | None:
@@ -50,9 +48,9 @@ SETUP = HostSetup(".", "python", "")
 def test_a_launcher_that_stood_still_says_so() -> None:
     link: Any = Link()
     ending = why_hung_up(link, SETUP, 10.0, stood_still_seconds=5.1)
-    loss = Loss(link, 10.0, ending, (0,))
+    loss = Loss(link.name, 10.0, ending, (0,))
     failed = Exit(1, 1, 9.0, held="gloo: Connection closed by peer")
-    found = find_cause([failed], [], [loss], [link], 0.1)
+    found = find_cause([failed], [], [loss], 0.1)
     assert found is not None
     assert found.exit_code == 1
     lines = found.to_text(Path("r")).splitlines()

@@ -24,7 +24,7 @@ from farandole.launch.job.placement import ReservedPort, crowding_warnings, divi
 from farandole.launch.job.run_directory import make_run_directory, write_run
 from farandole.launch.output import Output
 from farandole.launch.supervise.failure import Exit, find_failure
-from farandole.launch.supervise.ranks import Supervisor
+from farandole.launch.supervise.fixed_job import Supervisor
 
 
 def test_what_is_told_is_what_is_read() -> None:
@@ -187,7 +187,7 @@ def test_the_last_words_of_a_rank_that_takes_its_time_to_end(
     console.output.feed(0, True, b"warning: 1 semaphore leaked\n")
     held = console.output.finish(0, failed=True)
     assert held == "MemoryError: boom\n"
-    found = find_failure([Exit(0, 1, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure([Exit(0, 1, 1.0, held=held)], [], host="h", stop_seconds=0)
     assert found.cause == "MemoryError: boom"
     assert found.to_text(Path("r")).count("boom") == 1, "its traceback is above"
     console.output.feed(1, False, b"caught it, epoch 2\n")
@@ -221,7 +221,7 @@ def test_a_notice_is_no_cause_and_an_error_of_ours_is(
     time.sleep(0.001)
     console.output.tick()
     held = console.output.finish(0, failed=True)
-    found = find_failure([Exit(0, code, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure([Exit(0, code, 1.0, held=held)], [], host="h", stop_seconds=0)
     assert found.cause == cause
     assert all(line in console.err.getvalue().decode() + found.to_text(tmp_path) for line in said.splitlines()[1:])
     console.output.close()
@@ -233,9 +233,7 @@ def crash(rank: int, when: float, *, consequence: bool = False, trace: str = "tb
 
 def test_the_first_cause_is_found() -> None:
     exits = [Exit(0, 1, 1.0), Exit(1, 1, 1.3), Exit(2, -15, 1.5, stopped_by_us=True)]
-    found = find_failure(
-        exits, [crash(0, 0.9, consequence=True), crash(1, 1.2)], host="h", stop_seconds=0.2, out_of_memory=False
-    )
+    found = find_failure(exits, [crash(0, 0.9, consequence=True), crash(1, 1.2)], host="h", stop_seconds=0.2)
     assert (found.rank, found.cause, found.step, found.host) == (1, "ValueError: m1", 5, "host-a")
     assert (found.also_failed, found.stopped, found.exit_code) == ((0,), (2,), 1)
     text = found.to_text(Path("runs/x"))
@@ -245,7 +243,8 @@ def test_the_first_cause_is_found() -> None:
 
 def test_a_killed_rank_is_the_cause_and_not_those_who_noticed() -> None:
     noticed = Exit(0, 1, 1.0, held="Traceback\nRuntimeError: Connection closed by peer\n")
-    found = find_failure([noticed, Exit(1, -9, 1.01)], [], host="h", stop_seconds=0, out_of_memory=True)
+    killed = Exit(1, -9, 1.01, is_out_of_memory=True)
+    found = find_failure([noticed, killed], [], host="h", stop_seconds=0)
     assert (found.rank, found.exit_code) == (1, 137)
     assert "killed by signal 9 (SIGKILL)" in found.cause
     assert "out-of-memory killer was at work" in found.remedy
@@ -253,7 +252,7 @@ def test_a_killed_rank_is_the_cause_and_not_those_who_noticed() -> None:
 
 def test_a_killed_rank_is_on_its_own_host() -> None:
     killed = Exit(1, -9, 1.0, host="host1")
-    found = find_failure([killed, Exit(0, 0, 2.0)], [], host="host0", stop_seconds=0, out_of_memory=False)
+    found = find_failure([killed, Exit(0, 0, 2.0)], [], host="host0", stop_seconds=0)
     assert found.host == "host1"
 
 
@@ -263,23 +262,23 @@ def test_an_abort_at_the_end_of_a_stock_script_has_its_remedy(tmp_path: Path) ->
     held = console.output.finish(0, failed=True)
     console.output.close()
     assert held == "terminate called without an active exception\n"
-    found = find_failure([Exit(0, -6, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure([Exit(0, -6, 1.0, held=held)], [], host="h", stop_seconds=0)
     assert found.cause == "killed by signal 6 (SIGABRT)"
     assert "call torch.distributed.destroy_process_group() at the script's end" in found.to_text(tmp_path)
-    other = find_failure([Exit(0, -6, 1.0, held="KeyError")], [], host="h", stop_seconds=0, out_of_memory=False)
+    other = find_failure([Exit(0, -6, 1.0, held="KeyError")], [], host="h", stop_seconds=0)
     assert not other.remedy
 
 
 def test_an_error_of_ours_is_one_line_and_a_crashing_rank_that_we_ended_is_still_the_cause() -> None:
     exits = [Exit(0, -15, 2.0, stopped_by_us=True), Exit(1, -9, 2.0, stopped_by_us=True)]
-    found = find_failure(exits, [crash(1, 1.0, trace="")], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure(exits, [crash(1, 1.0, trace="")], host="h", stop_seconds=0)
     assert (found.rank, found.cause, found.exit_code, found.stopped) == (1, "m1", 1, (0,))
     assert len(found.to_text(Path("r")).splitlines()) == 3
 
 
 def test_a_script_without_farandole_is_read_from_its_stderr() -> None:
     held = "Traceback (most recent call last):\n  File x\nKeyError: 'k'\n"
-    found = find_failure([Exit(0, 3, 1.0, held=held)], [], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure([Exit(0, 3, 1.0, held=held)], [], host="h", stop_seconds=0)
     assert (found.cause, found.exit_code, found.step) == ("KeyError: 'k'", 3, None)
 
 

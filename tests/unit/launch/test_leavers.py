@@ -12,10 +12,11 @@ import pytest
 from farandole.core.vocabulary.run_files import Crash, events_path, stacks_path
 from farandole.launch.job.contract import JobSpec, RankSpec
 from farandole.launch.output import Output
-from farandole.launch.supervise import job_loop, ranks
+from farandole.launch.supervise import fixed_job, ranks
 from farandole.launch.supervise.failure import Exit, find_failure
+from farandole.launch.supervise.fixed_job import Supervisor
 from farandole.launch.supervise.job_loop import Outcome
-from farandole.launch.supervise.ranks import LeaverWatch, Left, Supervisor
+from farandole.launch.supervise.ranks import LeaverWatch, Left
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -36,7 +37,6 @@ def test_a_rank_that_left_is_the_cause_of_others_that_miss_it(left_at: float) ->
         [crash(0, 0.9, "PeerLost"), crash(2, 1.0, "PeerLost")],
         host="h",
         stop_seconds=0,
-        out_of_memory=False,
     )
     assert (found.rank, found.host, found.exit_code, found.also_failed) == (1, "h", 1, (0, 2))
     lines = found.to_text(Path("r")).splitlines()
@@ -51,17 +51,16 @@ def test_a_rank_that_left_is_not_blamed_for_what_others_did_alone() -> None:
     left = Exit(1, 0, 0.5)
     own = find_failure(
         [Exit(0, 1, 1.0), left], [crash(0, 0.9, "ValueError", consequence=False)], host="h", stop_seconds=0,
-        out_of_memory=False,
     )  # fmt: skip
     assert own.rank == 0
     for text in ("ValueError: x", "requests.exceptions.Timeout: the upload timed out", "killed"):
-        alone = find_failure([Exit(0, 1, 1.0, held=text), left], [], host="h", stop_seconds=0, out_of_memory=False)
+        alone = find_failure([Exit(0, 1, 1.0, held=text), left], [], host="h", stop_seconds=0)
         assert (alone.rank, alone.cause) == (0, text)
 
 
 def test_a_rank_that_ends_well_when_it_is_told_to_stop_did_not_leave() -> None:
     exits = [Exit(0, 1, 1.0, held=GLOO), Exit(1, 0, 1.3, stopped_by_us=True)]
-    found = find_failure(exits, [], host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure(exits, [], host="h", stop_seconds=0)
     assert (found.rank, found.cause) == (0, GLOO)
 
 
@@ -69,13 +68,13 @@ def test_who_waited_in_vain_comes_before_who_was_left() -> None:
     """A cut link: the healthy rank is left by the two that see it, a moment before their accounts are there."""
     exits = [Exit(rank, 1, 2.0) for rank in range(3)]
     crashes = [crash(0, 1.0, "PeerLost"), crash(1, 1.014, "Stalled"), crash(2, 1.015, "Stalled")]
-    found = find_failure(exits, crashes, host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure(exits, crashes, host="h", stop_seconds=0)
     assert (found.rank, found.cause) == (1, "Stalled of 1")
     crashes.append(crash(3, 1.5, "CommError"))
-    found = find_failure([*exits, Exit(3, 1, 2.0)], crashes, host="h", stop_seconds=0, out_of_memory=False)
+    found = find_failure([*exits, Exit(3, 1, 2.0)], crashes, host="h", stop_seconds=0)
     assert found.rank == 1
     held = [Exit(0, 1, 1.0, held=GLOO), Exit(1, 1, 1.1, held="torch.distributed.DistStoreError: timed out")]
-    assert find_failure(held, [], host="h", stop_seconds=0, out_of_memory=False).rank == 1
+    assert find_failure(held, [], host="h", stop_seconds=0).rank == 1
 
 
 # -- watching -------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ def test_the_one_that_left_is_waited_for_when_others_say_that_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 takes its time to end; rank 0 has failed by then."""
-    monkeypatch.setattr(job_loop, "UNEXPLAINED_SECONDS", 20.0)
+    monkeypatch.setattr(fixed_job, "UNEXPLAINED_SECONDS", 20.0)
     outcome, _ = supervise(
         tmp_path, f"rank and time.sleep(0.8)\nrank or sys.exit('Traceback (most recent call last):\\n{GLOO}')"
     )

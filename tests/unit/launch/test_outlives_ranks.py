@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from farandole.core.vocabulary.run_files import Crash
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.supervise.failure import Exit
-from farandole.launch.supervise.job_loop import FixedJob
+from farandole.launch.supervise.fixed_job import FixedJob
 
 
 class Job(FixedJob):
@@ -18,9 +17,6 @@ class Job(FixedJob):
     def __init__(self, ends: list[Exit], *, outlives_ranks: bool) -> None:
         super().__init__(None, JobSpec("", 0, Path(), outlives_ranks=outlives_ranks))  # type: ignore[arg-type]
         self._exits, self.said = ends, list[str]()
-
-    def _crashes(self) -> list[Crash]:
-        return []
 
     def say(self, text: str) -> None:
         self.said.append(text)

@@ -16,11 +16,10 @@ from farandole.core.framing import HEADER, FrameError, pack_frame, read_json
 from farandole.core.host.interfaces import Address, choose, own_addresses, towards
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
-from farandole.launch.ssh.agent_base import FileTaker, file_frames
-from farandole.launch.ssh.job import RemoteJobSpec
+from farandole.launch.ssh.agent import FileTaker, file_frames
+from farandole.launch.ssh.host import RemoteJobSpec
 from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.link.host_failure import explain, explain_loss
-from farandole.launch.ssh.link.host_link import HostLink
 from farandole.launch.ssh.link.protocol import differences, pack_job, pack_places, unpack_job, unpack_place
 from farandole.launch.ssh.link.remote_shell import (
     REMOTE_COMMAND,
@@ -358,14 +357,7 @@ def test_an_agent_starts_without_torch() -> None:
 def test_a_plan_that_is_gone_before_a_host_starts_is_an_error(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     work = RemoteJobSpec(["true"], JobSpec("h", 1, tmp_path, plan), HostSetup("/", sys.executable), {})
-    link = HostLink("b", (), ())
-    read_end, write_end = os.pipe()
-    link.channel = Channel(read_end, write_end)
     with pytest.raises(LaunchError, match=r"cannot read the plan of this job: .*plan\.toml"):
-        work.start(link, work.job)
+        work.start_message(work.job, (), 1)
     plan.write_text('codec = "int8"\n')
-    work.start(link, work.job)
-    ((_, start),) = link.channel.receive()
-    assert (link.phase, read_json(start)["plan"]) == ("running", 'codec = "int8"\n')
-    for descriptor in (read_end, write_end):
-        os.close(descriptor)
+    assert work.start_message(work.job, (), 1)["plan"] == 'codec = "int8"\n'

@@ -56,7 +56,7 @@ def raised(rank: int, step: int, trace: str = "Traceback\nKeyError: 'lr'") -> Cr
 def test_a_traceback_says_enough_and_no_rank_is_said_to_stand(tmp_path: Path) -> None:
     write(tmp_path, 0, ANSWER.format(rank=0, where="distribute"))
     exits = [Exit(1, 1, 1.0), Exit(0, -15, 2.0, stopped_by_us=True)]
-    failure = find_failure(exits, [raised(1, 5)], host="b", stop_seconds=0.5, out_of_memory=False)
+    failure = find_failure(exits, [raised(1, 5)], host="b", stop_seconds=0.5)
     failure = replace(failure, stacks=read_stacks(tmp_path))
     assert failure.stacks
     assert "stood at" not in failure.to_text(tmp_path)
@@ -96,7 +96,7 @@ def test_the_report_says_where_ranks_stood(tmp_path: Path) -> None:
     write(tmp_path, 2, SPIED)
     write(tmp_path, 3, "")
     exits = [Exit(rank, -15, 2.0, stopped_by_us=True) for rank in range(4)]
-    failure = find_failure(exits, [FROZEN], host="b", stop_seconds=0.5, out_of_memory=False)
+    failure = find_failure(exits, [FROZEN], host="b", stop_seconds=0.5)
     failure = replace(failure, stacks=read_stacks(tmp_path))
     lines = failure.to_text(tmp_path).splitlines()
     assert lines[0] == "farandole: rank 2 on b failed: stopped by a signal for 1.5 s"
@@ -115,7 +115,7 @@ def test_the_report_says_where_ranks_stood(tmp_path: Path) -> None:
 
 def test_a_frozen_rank_that_wakes_up_and_ends_well_is_still_the_cause() -> None:
     exits = [Exit(2, 0, 2.0), Exit(0, 0, 2.0)]
-    failure = find_failure(exits, [FROZEN], host="b", stop_seconds=0.5, out_of_memory=False)
+    failure = find_failure(exits, [FROZEN], host="b", stop_seconds=0.5)
     assert (failure.rank, failure.exit_code, failure.step) == (2, 1, None)
 
 

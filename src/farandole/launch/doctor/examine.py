@@ -299,7 +299,7 @@ class HostChannel:
 
     def __init__(self, target: Target) -> None:
         self.target = target
-        self._link = HostLink(target.name, (), target.command)
+        self._link = HostLink(target.name, target.command)
         paths = [str(Path(farandole.__file__).parents[1])]  # where it lies here; it may be installed there, too
         try:
             self._link.start(b"" if target.setup is None else target.setup.preamble(paths, PROBE), target.prepare)

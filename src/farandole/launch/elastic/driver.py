@@ -1,31 +1,25 @@
-"""Runs an elastic job: hosts that come and go, their workers, discovery, and the roster's orders.
-
-One thread, one selector: nothing here may wait. What a host is, and how it is reached, is told in `workers`.
-"""
+"""Decides for an elastic job: hosts that come and go, their workers, discovery, and the roster's orders."""
 
 from __future__ import annotations
 
 import os
 import re
-import selectors
 import shlex
 import shutil
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
+from typing import cast
 
 from ...core import env
 from ...core.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import ConfigError, FarandoleError, LaunchError
-from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..output import Output
-from ..supervise.failure import Exit, Failure, find_failure
+from ..supervise.failure import Exit, Failure, HostFailure, find_failure
 from ..supervise.job_loop import JobLoop, Outcome
 from ..supervise.process import end_group, has_ended, stopping_with_us
 from .control import Frame
@@ -35,7 +29,7 @@ from .workers import HostPool, WorkerHost
 
 
 class ElasticJob(JobLoop):
-    """Takes what hosts report, and does what the roster says.
+    """Tells the roster what hosts report, and does what it says.
 
     `run` raises `ConfigError` when the discovery script does not work, `LaunchError` when it stops working.
     """
@@ -59,52 +53,23 @@ class ElasticJob(JobLoop):
             fixed=hosts,
         )
         self._roster = ElasticState(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
-        self._hosts: dict[WorkerHost, set[str]] = {}
-        """Those that are let in, and the names they go by."""
-        self._workers: dict[int, WorkerHost] = {}
-        """Where each worker is that has not ended."""
         self._failures: list[Failure] = []
         self._stop: Stop | None = None
 
-    def _begin(self, at_end: ExitStack) -> None:
-        at_end.callback(self._fleet.close)
-        at_end.callback(self._close_hosts)
-        at_end.callback(self._discovery.close)
-
-    def _close_hosts(self) -> None:
-        for host in self._hosts:
-            host.close()
-
-    def _decide(self, now: float) -> None:
-        if not self._is_ending:
-            self._think(now)
-        for host in list(self._hosts):
-            host.tick(now)
-        self._let_go(now)
+    def _begin(self, at_last: ExitStack) -> None:
+        at_last.callback(self._fleet.close)
+        at_last.callback(self._discovery.close)
 
     @property
     def _is_ending(self) -> bool:
         return bool(self._signals) or self._stop is not None
 
-    def _goes_on(self) -> bool:
-        if not self._is_ending or self._workers:
-            return True
-        return bool(self._hosts) and len(self._signals) < 2  # who asks twice does not wait for files
+    def _needs(self, names: set[str]) -> bool:
+        return bool(names & set(self._roster.hosts or ()))
 
-    def _outcome(self, seconds: float) -> Outcome:
-        assert self._stop is not None, "the loop ends with a signal or a stop"
-        if self._stop.succeeded:
-            return Outcome(0, seconds)
-        if self._stop.text:
-            self.say(self._stop.text)
-        failure = self._failures[0] if self._failures else None
-        return Outcome(failure.exit_code if failure else 1, seconds, failure=failure)
-
-    def _poll_host(self, host: WorkerHost) -> None:
-        if host in self._hosts:  # else it was lost in this very batch of events
-            host.poll()
-
-    def _think(self, now: float) -> None:
+    def _decide(self, now: float) -> None:
+        if self._is_ending:
+            return
         if self._discovery.poll():
             self._fleet.hosts_are(self._discovery.hosts)
             self._roster.hosts_are(self._discovery.hosts, now)
@@ -114,6 +79,15 @@ class ElasticJob(JobLoop):
                 self._obey(order, now)
             # What was done may have changed what is to be done: a worker that cannot be started has ended.
             orders = [] if self._stop is not None else self._roster.tick(now)
+
+    def _outcome(self, seconds: float) -> Outcome:
+        assert self._stop is not None, "the loop ends with a signal or a stop"
+        if self._stop.succeeded:
+            return Outcome(0, seconds)
+        if self._stop.text:
+            self.say(self._stop.text)
+        failure = self._failures[0] if self._failures else None
+        return Outcome(failure.exit_code if failure else 1, seconds, failure=failure)
 
     # -- orders ----------------------------------------------------------------------------------
 
@@ -125,8 +99,7 @@ class ElasticJob(JobLoop):
         elif isinstance(order, Tell):
             self._tell(order)
         elif isinstance(order, Kill):
-            if order.number in self._workers:
-                self._workers[order.number].signal(order.number, signal.SIGKILL)
+            self._kill(order.number)
         else:
             self._stop = order
             self._stopping = True
@@ -140,20 +113,23 @@ class ElasticJob(JobLoop):
             self._failures.append(_failure_of_host(order.host, str(problem), "", problem.exit_code))
             self._roster.host_is_lost(order.host, str(problem), now)
             return
-        if host not in self._hosts:
-            self._hosts[host] = set()
-            self._selector.register(host, selectors.EVENT_READ, partial(self._poll_host, host))
-        self._hosts[host].add(order.host)
-        self._workers[order.number] = host
+        self.hosts.add(host, order.host, [order.number])
         host.start(order.number, order.host, self._variables_before_meeting(order))
+
+    def _host_of(self, worker: int) -> WorkerHost | None:
+        return cast("WorkerHost | None", self.hosts.where.get(worker))
+
+    def _kill(self, worker: int) -> None:
+        if host := self._host_of(worker):
+            host.kill(worker)
 
     def _tell(self, order: Tell) -> None:
         frame = order.frame
         if order.place is not None:
             self._failures.clear()  # those of generations that were outlived are not why a job stops
             frame = {**frame, "environment": self._rank_variables(order.place, frame)}
-        if order.number in self._workers:
-            self._workers[order.number].tell(order.number, frame)
+        if host := self._host_of(order.number):
+            host.tell(order.number, frame)
 
     def _rank_variables(self, place: RankSpec, frame: Frame) -> dict[str, str]:
         job = replace(self._job, address=frame["address"], port=frame["port"], generation=frame["generation"])
@@ -165,37 +141,11 @@ class ElasticJob(JobLoop):
         values = rank_environment(order.place, self._job, self._environment)
         return {name: values[name] for name in RANK_NAMES if name.startswith("HOROVOD_")}
 
-    # -- stopping --------------------------------------------------------------------------------
-
-    def _signal_ranks(self, number: int) -> None:
-        for worker, host in list(self._workers.items()):
-            host.signal(worker, number)
-
-    def _let_go(self, now: float) -> None:
-        """Take leave of hosts that are no longer needed, and of those that do not even end what was killed."""
-        wanted = set() if self._is_ending else set(self._roster.hosts or ())
-        busy = set(self._workers.values())
-        for host, names in list(self._hosts.items()):
-            if host in busy:
-                if self._is_late(now):
-                    self.lost(host, "its workers did not stop in time", remedy="", exit_code=1)
-            elif not names & wanted and host.leave():
-                self._forget(host)
-
-    def _forget(self, host: WorkerHost) -> None:
-        self._hosts.pop(host)
-        self._selector.unregister(host)
-        host.close()
-
     # -- reports of hosts ------------------------------------------------------------------------
 
-    def printed(self, worker: int, is_error: bool, data: bytes) -> None:
-        """A worker has printed something."""
-        self.output.feed(worker, is_error, data)
-
-    def heard(self, worker: int, frame: Frame) -> None:
+    def heard(self, number: int, frame: Frame) -> None:
         """A worker has sent a frame; one that makes no sense ends it."""
-        now = time.monotonic()
+        worker, now = number, time.monotonic()
         try:
             if frame["type"] == "ready":
                 self._roster.is_ready(
@@ -213,18 +163,15 @@ class ElasticJob(JobLoop):
                 self._roster.has_progressed(worker, int(frame["progress"]))
         except (KeyError, TypeError, ValueError) as problem:
             self.say(f"worker {worker} is stopped: it sent {str(frame)[:80]}, which makes no sense: {problem!r}")
-            self._workers[worker].signal(worker, signal.SIGKILL)
+            self._kill(worker)
 
-    def ended(self, exited: Exit, crashes: Sequence[Crash], *, out_of_memory: bool) -> None:
-        """A worker's process is gone."""
+    def _has_ended(self, exited: Exit) -> None:
         worker, now = exited.rank, time.monotonic()
-        del self._workers[worker]
-        held = self.output.finish(worker, failed=exited.code != 0)
-        exited = replace(exited, stopped_by_us=self._stopping and exited.code != 0, held=exited.held or held)
+        exited = replace(exited, stopped_by_us=self._stopping and exited.code != 0)
         why = f"exit code {exited.code}"
         if exited.failed and self._roster.workers[worker].is_alive:
-            host = self._roster.workers[worker].host
-            failure = find_failure([exited], crashes, host=host, stop_seconds=0.0, out_of_memory=out_of_memory)
+            crashes = [self._crashes[worker]] if worker in self._crashes else []
+            failure = find_failure([exited], crashes, host=self._roster.workers[worker].host, stop_seconds=0.0)
             self._failures.append(failure)
             why = failure.cause
             trace = failure.traceback.rstrip()
@@ -232,18 +179,11 @@ class ElasticJob(JobLoop):
                 self.output.say("\n".join(f"  {line}" for line in trace.splitlines()))
         self._roster.has_ended(worker, well=exited.code == 0, why=why, now=now)
 
-    def lost(self, host: WorkerHost, cause: str, *, remedy: str, exit_code: int) -> None:
-        """A host is gone with all its workers, or cannot be reached."""
-        if host not in self._hosts:
-            return
-        names, now = self._hosts[host], time.monotonic()
-        self._forget(host)
-        for worker in [worker for worker, where in self._workers.items() if where is host]:
-            del self._workers[worker]
-            self.output.finish(worker, failed=True)
+    def _has_lost(self, names: set[str], running: list[int], failure: HostFailure) -> None:
+        why = f"{failure.cause}; {failure.remedy}" if failure.remedy else failure.cause
         for name in sorted(names):
-            self._failures.append(_failure_of_host(name, cause, remedy, exit_code))
-            self._roster.host_is_lost(name, f"{cause}; {remedy}" if remedy else cause, now)
+            self._failures.append(_failure_of_host(name, failure.cause, failure.remedy, failure.exit_code))
+            self._roster.host_is_lost(name, why, time.monotonic())
 
 
 def _failure_of_host(name: str, cause: str, remedy: str, exit_code: int) -> Failure:

@@ -1,6 +1,6 @@
 """The workers of one machine: their processes and their control channels.
 
-Used by the driver for this machine, and by the agents of other hosts.
+The launcher has them for this machine, and the agent of each other host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from ...core import env
 from ...core.framing import FrameError, StreamSigner, StreamVerifier
 from ...core.rank_variables import RANK_NAMES
 from ...core.vocabulary.errors import FarandoleError
-from ...core.vocabulary.run_files import Crash, read_crashes
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..supervise.failure import Exit, out_of_memory_kills
+from ..supervise.failure import Exit
+from ..supervise.job_loop import HostReports, JobHost, Reports
 from ..supervise.process import RankProcess, Reaper, start_rank
-from ..supervise.ranks import HostRanks, PassOn
+from ..supervise.ranks import HostRanks
 from .control import (
     HELLO_BYTES,
     Frame,
@@ -57,15 +57,14 @@ class Workers(HostRanks):
 
     def __init__(
         self, command: Sequence[str], job: JobSpec, environment: Mapping[str, str], reaper: Reaper, *,
-        reports: WorkerReports, place: Place,
+        reports: Reports, place: Place,
     ) -> None:  # fmt: skip
         """The control channels are listened for at the job's address."""
-        super().__init__(command, (), job, PassOn(reports.printed), environment, reaper, self._tell_end)
-        self._reports, self._place = reports, place
+        super().__init__(command, job, environment, reports, reaper)
+        self._place = place
         self.is_open = True
         self._secret = make_secret()
         self._switchboard = Switchboard(job.address, self._secret, self._selector)
-        self._kills_before = out_of_memory_kills()
         self._next_alive = 0.0
         self._hung_up: dict[int, float] = {}
         """When the channel of a worker was lost; it ends by itself, as a rule."""
@@ -88,8 +87,8 @@ class Workers(HostRanks):
         for worker, since in list(self._hung_up.items()):
             if now - since > HUNG_UP_SECONDS and worker in self._running:
                 del self._hung_up[worker]
-                self._reports.say(f"worker {worker} cannot be reached any more and is stopped")
-                self.signal(worker, signal.SIGKILL)
+                self.reports.say(f"worker {worker} cannot be reached any more and is stopped")
+                self.kill(worker)
         if now >= self._next_alive:
             self._next_alive = now + ALIVE_SECONDS
             for worker in self._switchboard.channels:
@@ -100,8 +99,7 @@ class Workers(HostRanks):
         try:
             self._follow(self._start_worker(worker, self._place(host_name), variables))
         except FarandoleError as problem:
-            failed = Exit(worker, problem.exit_code, time.monotonic(), held=str(problem))
-            self._reports.ended(failed, (), out_of_memory=False)
+            self.reports.ended(Exit(worker, problem.exit_code, time.monotonic(), held=str(problem)))
 
     def _start_worker(self, worker: int, place: RankSpec, variables: Mapping[str, str]) -> RankProcess:
         values = {**self.environment, **rank_environment(place, self.job, self.environment)}
@@ -119,15 +117,10 @@ class Workers(HostRanks):
         """Send a frame to a worker, if it has called."""
         self._switchboard.send(worker, frame)
 
-    def signal(self, worker: int, number: int) -> None:
-        """Send a signal to a worker and all that it has started."""
+    def kill(self, worker: int) -> None:
+        """End a worker and all that it has started."""
         if worker in self._running:
-            self._running[worker].signal(number)
-
-    def leave(self) -> bool:
-        """Close: nothing has to be brought from here."""
-        self.close()
-        return True
+            self._running[worker].signal(signal.SIGKILL)
 
     def close(self) -> None:
         """Kill what runs, and listen no more. May be called twice."""
@@ -139,21 +132,18 @@ class Workers(HostRanks):
     def _listen(self, channel: WorkerChannel) -> None:
         for frame in self._switchboard.read(channel, self._running.__contains__):
             assert channel.worker is not None, "frames come after the hello"
-            self._reports.heard(channel.worker, frame)
+            self.reports.heard(channel.worker, frame)
         if channel.worker is not None and channel.worker not in self._switchboard.channels:
             self._hung_up.setdefault(channel.worker, time.monotonic())
 
     def _is_frozen(self, rank: int) -> None:
-        self.signal(rank, signal.SIGKILL)  # the others go on without it
+        self.kill(rank)  # the others go on without it
 
-    def _tell_end(self, ended: Exit) -> None:
-        worker = ended.rank
-        self._hung_up.pop(worker, None)
-        if worker in self._switchboard.channels:
-            self._switchboard.hang_up(self._switchboard.channels[worker])
-        crashes = [crash for crash in read_crashes(self.job.run_directory) if crash.rank == worker]
-        killed = out_of_memory_kills() > self._kills_before
-        self._reports.ended(ended, crashes, out_of_memory=killed)
+    def _ended(self, process: RankProcess) -> None:
+        self._hung_up.pop(process.rank, None)
+        if process.rank in self._switchboard.channels:
+            self._switchboard.hang_up(self._switchboard.channels[process.rank])
+        super()._ended(process)
 
 
 # The launcher's end of the control channels: a listener, and a connection for each worker that called.
@@ -303,47 +293,11 @@ class Switchboard:
         self._listener.close()
 
 
-# What a host is to the driver: it starts workers, passes frames on, and reports.
-#
-# How it is reached is its own affair. A host never waits and never raises for what happens elsewhere: a worker
-# that cannot be started has ended, and a host that cannot be reached, or not any more, is lost with all that was
-# asked of it.
+# What a host is to an elastic job.
 
 
-class WorkerReports(Protocol):
-    """Takes what workers do."""
-
-    def heard(self, worker: int, frame: Frame) -> None:
-        """A worker has sent a frame."""
-
-    def printed(self, worker: int, is_error: bool, data: bytes) -> None:
-        """A worker has printed something."""
-
-    def ended(self, exited: Exit, crashes: Sequence[Crash], *, out_of_memory: bool) -> None:
-        """A worker's process is gone; `crashes` are accounts of its own."""
-
-    def say(self, text: str) -> None:
-        """Tell the person who watches."""
-
-
-class Reports(WorkerReports, Protocol):
-    """Takes what happens on hosts: the driver."""
-
-    def lost(self, host: WorkerHost, cause: str, *, remedy: str, exit_code: int) -> None:
-        """A host is gone with all its workers, or cannot be reached. `exit_code`: of a job that ends of it."""
-
-
-class WorkerHost(Protocol):
-    """One host, or several that are reached as one."""
-
-    def fileno(self) -> int:
-        """Return a descriptor that is readable when `poll` has something to do."""
-
-    def poll(self) -> None:
-        """Deal with what has come."""
-
-    def tick(self, now: float) -> None:
-        """Do what is due; called about ten times a second."""
+class WorkerHost(JobHost, Protocol):
+    """One host, or several that are reached as one: it starts workers, and passes frames on."""
 
     def start(self, worker: int, host_name: str, variables: Mapping[str, str]) -> None:
         """Start a worker, at once or as soon as the host can; `variables` are for it alone."""
@@ -351,17 +305,8 @@ class WorkerHost(Protocol):
     def tell(self, worker: int, frame: Frame) -> None:
         """Send a frame to a worker."""
 
-    def signal(self, worker: int, number: int) -> None:
-        """Send a signal to a worker and all that it has started."""
-
-    def leave(self) -> bool:
-        """There are no workers and there will be none; return whether the host has been let go.
-
-        To be called again until it has: files may be on their way.
-        """
-
-    def close(self) -> None:
-        """Let go at once; kill what runs."""
+    def kill(self, worker: int) -> None:
+        """End a worker and all that it has started."""
 
 
 class HostPool(Protocol):
@@ -370,7 +315,7 @@ class HostPool(Protocol):
     def hosts_are(self, names: Collection[str]) -> None:
         """Take the names that there are from now on."""
 
-    def reach(self, name: str, slots: int, reports: Reports) -> WorkerHost:
+    def reach(self, name: str, slots: int, reports: HostReports) -> WorkerHost:
         """Return the host of a name, the same one as long as it is neither lost nor left.
 
         Raises `FarandoleError` for a name that cannot be reached from here.

@@ -21,14 +21,15 @@ from typing import Any
 from ...core.env import default_environment, inherited_environment, read_ray_address
 from ...core.host.interfaces import towards
 from ...core.vocabulary.errors import ConfigError, LaunchError
-from ...core.vocabulary.run_files import Crash, read_crashes
+from ...core.vocabulary.run_files import read_crashes
 from ...core.vocabulary.text import install_command
 from ..job.contract import JobSpec, RankSpec, rank_environment
 from ..job.hosts import LOOPBACK, HostSlots
 from ..job.placement import ReservedPort, assign_ranks
 from ..output import Output
-from ..supervise.failure import Exit, Failure, find_failure
-from ..supervise.job_loop import FixedJob
+from ..supervise.failure import Exit
+from ..supervise.fixed_job import FixedJob
+from ..supervise.job_loop import HostReports
 from ..supervise.process import RankProcess, end_group, has_ended, start_rank
 
 PLACE_SECONDS = 60.0
@@ -186,35 +187,65 @@ class RayJob(FixedJob):
         """`ours` are the variables of this process that ranks get: Ray's workers inherit their node's."""
         super().__init__(output, job)
         self._made, self._command, self._ours = made, command, ours
+
+    def _begin(self, at_last: ExitStack) -> None:
+        variables = [{**self._ours, **rank_environment(each, self._job, self._ours)} for each in self._made.places]
+        host = RayHost(self._made, self._job.run_directory, self)
+        self.hosts.add(host, numbers=range(len(variables)))
+        host.start(self._command, variables)
+
+
+class RayHost:
+    """All actors of a job as one `JobHost`."""
+
+    def __init__(self, made: RayActors, run_directory: Path, reports: HostReports) -> None:
+        self._made, self._directory, self._reports = made, run_directory, reports
         self._waiting: dict[Any, int] = {}
         """Calls that wait for news of a rank, and whose."""
+        self._news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_stopping = False
 
-    def _begin(self, at_end: ExitStack) -> None:
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when a call was answered."""
+        return self._news
+
+    def start(self, command: Sequence[str], variables: Sequence[Mapping[str, str]]) -> None:
+        """Start all ranks; raise `LaunchError` when one cannot be."""
+        here = str(Path.cwd())
         self._made.answers(
             [
-                actor.start.remote(
-                    place.rank, list(self._command),
-                    {**self._ours, **rank_environment(place, self._job, self._ours)}, str(Path.cwd()),
-                )
-                for actor, place in zip(self._made.actors, self._made.places, strict=True)
+                actor.start.remote(rank, list(command), environment, here)
+                for rank, (actor, environment) in enumerate(zip(self._made.actors, variables, strict=True))
             ]
-        )  # fmt: skip
-        for rank in range(len(self._made.actors)):
+        )
+        for rank in range(len(variables)):
             self._ask(rank)
 
     def _ask(self, rank: int) -> None:
-        self._waiting[self._made.actors[rank].poll.remote(POLL_SECONDS)] = rank
+        call = self._made.actors[rank].poll.remote(POLL_SECONDS)
+        self._waiting[call] = rank
+        call.future().add_done_callback(self._answered)
 
-    def _goes_on(self) -> bool:
-        return bool(self._waiting)
+    def _answered(self, _: object) -> None:
+        with suppress(OSError):  # closed meanwhile
+            os.eventfd_write(self._news, 1)
 
-    def _poll(self) -> None:
-        ready, _ = self._made.ray.wait(list(self._waiting), num_returns=1, timeout=POLL_SECONDS)
+    def poll(self) -> None:
+        """Deal with what was answered."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._news)
+        if not self._waiting:
+            return
+        ready, _ = self._made.ray.wait(list(self._waiting), num_returns=len(self._waiting), timeout=0)
         for news in ready:
             rank = self._waiting.pop(news)
             if self._take(rank, news):
                 self._ask(rank)
-        self.output.tick()
+
+    def tick(self, now: float) -> None:
+        """Look for accounts of crashes, where the nodes share the run directory."""
+        for crash in read_crashes(self._directory):
+            self._reports.crashed(crash)
 
     def _take(self, rank: int, news: Any) -> bool:
         """Pass on what a rank printed; return whether it still runs."""
@@ -222,32 +253,34 @@ class RayJob(FixedJob):
             printed, code = self._made.ray.get(news)
         except self._made.ray.exceptions.RayError as problem:
             text = str(problem).strip().splitlines()
-            self.say(f"rank {rank}: its actor is gone: {text[0] if text else type(problem).__name__}")
+            self._reports.say(f"rank {rank}: its actor is gone: {text[0] if text else type(problem).__name__}")
             printed, code = [], -signal.SIGKILL
         for is_error, data in printed:
-            self.output.feed(rank, is_error, data)
+            self._reports.printed(rank, is_error, data)
         if code is None:
             return True
-        held = self.output.finish(rank, failed=code != 0)
-        self._exits.append(Exit(rank, code, time.monotonic(), self._stopping, held))
+        self.tick(time.monotonic())  # its account goes first
+        host = self._made.places[rank].host_name
+        self._reports.ended(Exit(rank, code, time.monotonic(), self._is_stopping, host=host))
         return False
 
-    def _signal_ranks(self, number: int) -> None:
+    def stop(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        self._is_stopping = self._is_stopping or number != signal.SIGUSR1
         for rank in self._waiting.values():
             self._made.actors[rank].signal.remote(int(number))
 
-    def _crashes(self) -> Sequence[Crash]:
-        return read_crashes(self._job.run_directory)
+    def take_stacks(self) -> None:
+        """Take none: actors have no way for it."""
 
-    def _find_failure(self, stop_seconds: float) -> Failure | None:
-        if self._failed_at is None:
-            return None
-        failure = find_failure(
-            self._exits, self._crashes(), host="", stop_seconds=stop_seconds, out_of_memory=False
-        )
-        if failure.host or failure.rank is None:
-            return failure
-        return replace(failure, host=self._made.places[failure.rank].host_name)
+    def leave(self) -> bool:
+        """Return True: nothing has to be brought from there."""
+        return True
+
+    def close(self) -> None:
+        """Wait for no more news; who made the actors ends them."""
+        self._waiting.clear()
+        os.close(self._news)
 
 
 # What runs inside an actor of Ray: one rank's process, its output and its end.

@@ -41,8 +41,8 @@ from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
 from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
+from ..supervise.fixed_job import Supervisor
 from ..supervise.job_loop import Outcome
-from ..supervise.ranks import Supervisor
 from ..supervise.stacks import read_current_stacks
 from .placing import (
     PlacedJob,
@@ -89,8 +89,8 @@ def start_job(placed: PlacedJob, *, status: Status = no_status) -> tuple[Outcome
 
 
 def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
-    from ..ssh.job import RemoteJob, RemoteJobSpec
-    from ..ssh.link.host_link import HostLink
+    from ..ssh.host import RemoteJobSpec
+    from ..ssh.job import HostPlaces, RemoteJob
 
     request, size = placed.request, len(placed.places)
     variables = variables_there(request)
@@ -98,9 +98,9 @@ def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
     directory = open_run(request, size=size, extra={"hosts": [name for name, _, _ in commands]})
     job = make_job(placed, directory, 0)
     work = RemoteJobSpec(request.command, job, host_setup(request.remote), variables, request.bind)
-    links = [HostLink(name, places, command) for name, places, command in commands]
+    hosts = [HostPlaces(*each) for each in commands]
     return run_recorded(
-        request, directory, size, lambda output: RemoteJob(links, work, output, lambda: status(directory)).run()
+        request, directory, size, lambda output: RemoteJob(hosts, work, output, lambda: status(directory)).run()
     )
 
 

@@ -51,6 +51,8 @@ class Exit:
     """Whether the others cannot go on without it (`run_files.is_dispensable`)."""
     host: str = ""
     """Where it was; empty: as the caller of `find_failure` says."""
+    is_out_of_memory: bool = False
+    """Whether the kernel's out-of-memory killer had acted there since the job began."""
 
     @property
     def failed(self) -> bool:
@@ -61,6 +63,20 @@ class Exit:
     def left(self) -> bool:
         """Whether it ended well by itself."""
         return self.code == 0 and not self.stopped_by_us
+
+
+@dataclass(frozen=True)
+class HostFailure:
+    """Why a host is given up."""
+
+    cause: str
+    remedy: str = ""
+    exit_code: int = 1
+    """Exit code of a job that ends because of it."""
+    when_seconds: float | None = None
+    """When it happened; None: just now."""
+    is_ours: bool = False
+    """Whether it is no fault of the host, but of this launcher."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +166,11 @@ def find_suspects(exits: Sequence[Exit], crashes: Sequence[Crash]) -> list[Suspe
     """Return the ranks that failed by themselves, the likeliest cause first."""
     by_rank = {crash.rank: crash for crash in crashes}
     # A rank with a crash report failed by itself, even if another process ended it.
-    # One that was frozen and woken up by our signal may still end well.
+    # One that was frozen and woken up by our signal may still end well: the job was stopped because of it.
     guilty = [
         ended
         for ended in exits
-        if ended.failed
-        or (ended.rank in by_rank and (ended.code != 0 or by_rank[ended.rank].kind in (FROZEN_KIND, LEFT_KIND)))
+        if ended.failed or (ended.rank in by_rank and (ended.code != 0 or not by_rank[ended.rank].consequence))
     ]
     suspects = [Suspect(ended, by_rank.get(ended.rank)) for ended in guilty]
     if suspects and all(suspect.is_consequence for suspect in suspects):
@@ -184,9 +199,7 @@ def is_explained(exits: Sequence[Exit], crashes: Sequence[Crash]) -> bool:
     return bool(suspects) and not suspects[0].is_consequence
 
 
-def find_failure(
-    exits: Sequence[Exit], crashes: Sequence[Crash], *, host: str, stop_seconds: float, out_of_memory: bool
-) -> Failure:
+def find_failure(exits: Sequence[Exit], crashes: Sequence[Crash], *, host: str, stop_seconds: float) -> Failure:
     """Return the first cause among the ranks that failed. There must be one."""
     suspects = find_suspects(exits, crashes)
     guilty = [suspect.exit for suspect in suspects]
@@ -203,7 +216,7 @@ def find_failure(
         if -ended.code == signal.SIGKILL:
             remedy = (
                 f"the kernel's out-of-memory killer was at work: start fewer ranks, {LESS_MEMORY}"
-                if out_of_memory
+                if ended.is_out_of_memory
                 else "another process killed it; the kernel's out-of-memory killer did not act"
             )
         elif -ended.code == signal.SIGABRT:

@@ -1,5 +1,8 @@
 """The loop of a job, whatever it starts: one thread, one selector, the signals to its launcher, and its stop.
 
+What a host is, and how it is reached, is the host's own affair (`JobHost`): this machine, one over ssh, actors
+of Ray. When the job stops is decided by `FixedJob`, or by `ElasticJob`, whose ranks come and go.
+
 [Note: how a job ends] All ranks ended well: exit code 0. One failed: a moment for the others' own
 accounts, then SIGTERM and SIGKILL half a second later; exit code of the first cause. SIGINT to the launcher is
 passed on, with time to end well, then SIGTERM, then SIGKILL. SIGTERM, or the loss of its terminal, is SIGTERM to
@@ -15,17 +18,18 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ...core.framing import FrameError
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec
 from ..output import Output
-from .failure import Exit, Failure, is_explained, is_hang
-from .stacks import STACKS_SECONDS
+from .failure import Exit, Failure, HostFailure
 
 if TYPE_CHECKING:
     from ...core.failures import Position
@@ -75,14 +79,123 @@ class Outcome:
     """Whether ranks met at the job's address and port; None: not known."""
 
 
+class Reports(Protocol):
+    """Takes what ranks do, or the workers of an elastic job: either goes by its number."""
+
+    def printed(self, number: int, is_error: bool, data: bytes) -> None:
+        """Take what one has printed."""
+
+    def crashed(self, crash: Crash) -> None:
+        """Take the account that one has left of its crash: before its end, as a rule long before."""
+
+    def ended(self, exited: Exit) -> None:
+        """The process of one is gone."""
+
+    def heard(self, number: int, frame: dict[str, Any]) -> None:
+        """A worker has sent a frame; raise `FrameError` where there are none."""
+
+    def say(self, text: str) -> None:
+        """Tell the person who watches."""
+
+
+class HostReports(Reports, Protocol):
+    """Takes what happens on hosts: the job."""
+
+    def stood(self, positions: Iterable[Position]) -> None:
+        """Take where ranks stood that did no steps, when they were told to end."""
+
+    def lost(self, host: JobHost, failure: HostFailure) -> None:
+        """A host is gone with all that ran there, or cannot be reached."""
+
+
+class JobHost(Protocol):
+    """One host, or several that are reached as one. It never waits, and never raises for what happens elsewhere.
+
+    What cannot be started has ended, and a host that cannot be reached, or not any more, is lost.
+    """
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `poll` has something to do."""
+
+    def poll(self) -> None:
+        """Deal with what has come."""
+
+    def tick(self, now: float) -> None:
+        """Do what is due; called about ten times a second."""
+
+    def stop(self, number: int) -> None:
+        """Send a signal to all that runs there; but for SIGUSR1, a warning, it ends because of us from now on."""
+
+    def take_stacks(self) -> None:
+        """Have the stacks of all ranks there written into the run directory, where that is possible."""
+
+    def leave(self) -> bool:
+        """Nothing runs there and nothing will; return whether the host has been let go.
+
+        To be called again until it has: files may be on their way.
+        """
+
+    def close(self) -> None:
+        """Let go at once; kill what runs."""
+
+
+class HostTable:
+    """The hosts that are in the job, and which of its ranks or workers runs where."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self.names: dict[JobHost, set[str]] = {}
+        """The names that each goes by."""
+        self.where: dict[int, JobHost] = {}
+        """Of those that have not ended."""
+        self._selector = selector
+
+    def add(self, host: JobHost, name: str = "", numbers: Iterable[int] = ()) -> None:
+        """Let a host in, under one more name, with what runs there."""
+        if host not in self.names:
+            self.names[host] = set()
+            self._selector.register(host, selectors.EVENT_READ, partial(self._poll, host))
+        self.names[host].add(name)
+        self.where |= dict.fromkeys(numbers, host)
+
+    def _poll(self, host: JobHost) -> None:
+        if host in self.names:  # else it was lost in this very batch of events
+            host.poll()
+
+    def tick(self, now: float) -> None:
+        """Let each host do what is due."""
+        for host in list(self.names):
+            host.tick(now)
+
+    def stop(self, number: int) -> None:
+        """Send a signal to all that runs."""
+        for host in list(self.names):
+            host.stop(number)
+
+    def forget(self, host: JobHost) -> tuple[set[str], list[int]]:
+        """Close a host; return its names, and what still ran there."""
+        running = [number for number, where in self.where.items() if where is host]
+        for number in running:
+            del self.where[number]
+        self._selector.unregister(host)
+        host.close()
+        return self.names.pop(host), running
+
+    def close(self) -> None:
+        """Close all."""
+        for host in list(self.names):
+            self.forget(host)
+
+
 class JobLoop:
-    """A job from its start to its end. Subclasses say what is started and what is decided. Use once."""
+    """A job from its start to its end: takes what hosts report. Subclasses start, and decide. Use once."""
 
     def __init__(self, output: Output, job: JobSpec, status: Callable[[], str | None] = lambda: None) -> None:
         """`status` returns the latest line of progress, None when there is none."""
         self.output, self._job, self._status = output, job, status
         self._selector = selectors.DefaultSelector()
         """The data of each key is called when its file is readable."""
+        self.hosts = HostTable(self._selector)
+        self._crashes: dict[int, Crash] = {}
         self._signals: list[int] = []
         self._first_signal_seconds = 0.0
         self._stopping = False
@@ -106,11 +219,17 @@ class JobLoop:
             at_end.callback(self.output.status, None)
             at_end.enter_context(self._catching_signals())
             at_end.callback(self._selector.close)
-            self._begin(at_end)
+            at_last = at_end.enter_context(ExitStack())
+            at_end.callback(self.hosts.close)
+            self._begin(at_last)
             while self._goes_on():
-                self._poll()
+                for key, _ in self._selector.select(_TURN_SECONDS):
+                    key.data()
+                self.output.tick()
                 now = time.monotonic()
+                self.hosts.tick(now)
                 self._decide(now)
+                self._let_go(now)
                 self._send_due(now)
                 if now >= next_status:
                     next_status = now + self._show_status()
@@ -126,18 +245,28 @@ class JobLoop:
 
     # -- what subclasses do ----------------------------------------------------------------------
 
-    def _begin(self, at_end: ExitStack) -> None:
-        """Start what is there from the beginning; `at_end` gets what must not stay."""
-        raise NotImplementedError
-
-    def _goes_on(self) -> bool:
+    def _begin(self, at_last: ExitStack) -> None:
+        """Start what is there from the beginning; `at_last` gets what hosts need as long as they are there."""
         raise NotImplementedError
 
     def _decide(self, now: float) -> None:
         """Do what is due at each turn of the loop."""
         raise NotImplementedError
 
-    def _signal_ranks(self, number: int) -> None:
+    @property
+    def _is_ending(self) -> bool:
+        """Whether nothing is begun any more."""
+        raise NotImplementedError
+
+    def _needs(self, names: set[str]) -> bool:
+        """Return whether a host of these names is kept although nothing runs there, before the job ends."""
+        return False
+
+    def _has_ended(self, exited: Exit) -> None:
+        raise NotImplementedError
+
+    def _has_lost(self, names: set[str], running: list[int], failure: HostFailure) -> None:
+        """A host is gone, with those that ran there."""
         raise NotImplementedError
 
     def _before_signals(self) -> None:
@@ -147,12 +276,55 @@ class JobLoop:
         """Return how the job ended when no signal ended it."""
         raise NotImplementedError
 
+    # -- reports of hosts ------------------------------------------------------------------------
+
+    def printed(self, number: int, is_error: bool, data: bytes) -> None:
+        """Show what one has printed."""
+        self.output.feed(number, is_error, data)
+
+    def crashed(self, crash: Crash) -> None:
+        """Keep an account."""
+        self._crashes[crash.rank] = crash
+
+    def heard(self, number: int, frame: dict[str, Any]) -> None:
+        """Refuse a frame: ranks send none."""
+        raise FrameError(f"a frame of rank {number}, which has no channel")
+
+    def stood(self, positions: Iterable[Position]) -> None:
+        """Keep where ranks stood."""
+        self._positions |= {position.rank: position for position in positions}
+
+    def ended(self, exited: Exit) -> None:
+        """The process of a rank or worker is gone."""
+        del self.hosts.where[exited.rank]
+        held = self.output.finish(exited.rank, failed=exited.code != 0)
+        self._has_ended(replace(exited, held=exited.held or held))
+
+    def lost(self, host: JobHost, failure: HostFailure) -> None:
+        """A host is gone with all that ran there, or cannot be reached."""
+        if host not in self.hosts.names:
+            return
+        names, running = self.hosts.forget(host)
+        for number in running:
+            self.output.finish(number, failed=True)
+        self._has_lost(names, running, failure)
+
     # -- the loop --------------------------------------------------------------------------------
 
-    def _poll(self) -> None:
-        for key, _ in self._selector.select(_TURN_SECONDS):
-            key.data()
-        self.output.tick()
+    def _goes_on(self) -> bool:
+        if not self._is_ending or self.hosts.where:
+            return True
+        return bool(self.hosts.names) and len(self._signals) < 2  # who asks twice does not wait for files
+
+    def _let_go(self, now: float) -> None:
+        """Take leave of hosts that are no longer needed, and of those that do not even end what was killed."""
+        busy = set(self.hosts.where.values())
+        for host, names in list(self.hosts.names.items()):
+            if host in busy:
+                if self._is_late(now):
+                    self.lost(host, HostFailure("its ranks did not stop in time"))
+            elif (self._is_ending or not self._needs(names)) and host.leave():
+                self.hosts.forget(host)
 
     def _show_status(self) -> float:
         """Show a new line of progress; return the seconds until the next. The first one comes early."""
@@ -191,13 +363,13 @@ class JobLoop:
             )
         for _ in range(self._warnings):
             self._warnings -= 1
-            self._signal_ranks(signal.SIGUSR1)
+            self.hosts.stop(signal.SIGUSR1)
         while self._deadlines and self._deadlines[0][0] <= now:
             _, number = self._deadlines.pop(0)
             self._stopping = True
             if number == signal.SIGKILL:
                 self._killed_at = now
-            self._signal_ranks(number)
+            self.hosts.stop(number)
 
     @contextmanager
     def _catching_signals(self) -> Iterator[None]:
@@ -245,81 +417,3 @@ class JobLoop:
         else:
             self._deadlines = [(now, signal.SIGTERM)]
         self._deadlines.append((min(now + self._end_seconds, is_due), signal.SIGKILL))
-
-
-# A job of fixed ranks, wherever they run: all are stopped when one fails, once the first cause is known.
-
-
-SETTLE_SECONDS = 0.15
-"""After the first failure: the accounts of ranks that failed for the same reason arrive."""
-UNEXPLAINED_SECONDS = 1.0
-"""The same as long as no rank has said more than that another is gone: that one may take its time to end."""
-
-
-class FixedJob(JobLoop):
-    """Decides when the ranks are stopped. Subclasses start them, and know how they ended."""
-
-    def __init__(self, output: Output, job: JobSpec, status: Callable[[], str | None] = lambda: None) -> None:
-        """`status` returns the latest line of progress, None when there is none."""
-        super().__init__(output, job, status)
-        self._exits: list[Exit] = []
-        self._missed: set[int] = set()
-        """Ranks that were killed, and without which the others go on."""
-        self._failed_at: float | None = None
-
-    # -- what subclasses do ----------------------------------------------------------------------
-
-    def _crashes(self) -> Sequence[Crash]:
-        """Return the accounts of crashes so far."""
-        raise NotImplementedError
-
-    def _take_stacks(self) -> None:
-        """Have the ranks' stacks taken, where that is possible: the job hangs."""
-
-    def _has_failed(self, now: float) -> bool:
-        return any(ended.failed for ended in self._judged())
-
-    def _judged(self) -> list[Exit]:
-        """Return the ends of ranks but those that the job goes on without."""
-        if self._job.outlives_ranks and self._failed_at is None and not self._stopping:
-            for ended in self._exits:
-                may_miss = ended.rank > 0 and not ended.is_missed and ended.rank not in self._missed
-                if ended.failed and ended.code < 0 and may_miss:
-                    self._missed.add(ended.rank)
-                    name = signal.Signals(-ended.code).name
-                    self.say(f"rank {ended.rank} was killed by {name}: the others go on without it")
-        return [ended for ended in self._exits if ended.rank not in self._missed]
-
-    def _find_failure(self, stop_seconds: float) -> Failure | None:
-        """Return the first cause of a failure; None when nothing failed."""
-        raise NotImplementedError
-
-    # -- deciding --------------------------------------------------------------------------------
-
-    def _decide(self, now: float) -> None:
-        if self._signals:
-            return
-        if self._failed_at is not None:
-            if self._is_explained():
-                self._stop_sooner(self._failed_at + SETTLE_SECONDS)
-        elif self._has_failed(now):
-            self._failed_at = now
-            self.output.hide_tracebacks()  # the report has that of the cause
-            self._stop_after(now + self._settle_seconds())
-
-    def _settle_seconds(self) -> float:
-        """Return how long the other ranks get before they are stopped."""
-        if is_hang(self._judged(), self._crashes()):
-            self._take_stacks()
-            return STACKS_SECONDS
-        return SETTLE_SECONDS if self._is_explained() else UNEXPLAINED_SECONDS
-
-    def _is_explained(self) -> bool:
-        """Return whether nothing more has to be waited for."""
-        crashes = self._crashes()
-        judged = self._judged()
-        return is_explained(judged, crashes) and not is_hang(judged, crashes)
-
-    def _outcome(self, seconds: float) -> Outcome:
-        failure = self._find_failure(0.0 if self._failed_at is None else time.monotonic() - self._failed_at)
-        return Outcome(0 if failure is None else failure.exit_code, seconds, failure)

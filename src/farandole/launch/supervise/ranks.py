@@ -1,7 +1,7 @@
 """The ranks of one host: starting them, reading their pipes, noting how each ended, leaving none behind.
 
-What is done about a failure is the job's business: `Supervisor` decides for the ranks of this machine, `ssh.job`
-for those of many hosts, whose `ssh.agent` has one of these.
+What is done about a failure is the job's business. The launcher has one of these for this machine, and the
+agent of each other host has one.
 """
 
 from __future__ import annotations
@@ -9,65 +9,39 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from ...core.host.process_status import raise_descriptor_limit
 from ...core.vocabulary.run_files import Crash, JobLock, events_path, is_dispensable, read_crashes, stacks_path
 from ...core.vocabulary.text import name_ranks
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from ..job.placement import is_in_use
-from ..output import Output
-from .failure import Exit, Failure, account_of_leaving, find_failure, out_of_memory_kills
-from .job_loop import FixedJob, Outcome
+from .failure import Exit, out_of_memory_kills
 from .process import RankProcess, Reaper, start_rank
 from .stacks import StackTaker
 from .stopped_process import FrozenWatch, stat_of
 
 if TYPE_CHECKING:
     from ...core.failures import Position
+    from .job_loop import Reports
 
-
-class Sink(Protocol):
-    """Takes what the ranks print."""
-
-    def feed(self, rank: int, is_error: bool, data: bytes, /) -> None:
-        """Take what a rank wrote."""
-
-    def finish(self, rank: int, *, failed: bool) -> str:
-        """The rank ended; return what it wrote last to stderr, when that was a traceback."""
-
-
-@dataclass(frozen=True)
-class PassOn:
-    """A `Sink` that passes output on as it comes and holds none: the launcher holds tracebacks back."""
-
-    feed: Callable[[int, bool, bytes], None]
-
-    def finish(self, rank: int, *, failed: bool) -> str:
-        """Return nothing: nothing is held."""
-        return ""
+CRASH_POLL_SECONDS = 0.1
+"""How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
 
 
 @dataclass(eq=False)
 class HostRanks:
-    """Processes of one host, inside the loop of their owner."""
+    """Processes of one host, inside the loop of their owner: the `JobHost` of this machine."""
 
     command: Sequence[str]
-    places: Sequence[RankSpec]
     job: JobSpec
-    output: Sink
     environment: Mapping[str, str]
+    reports: Reports
     reaper: Reaper | None = None
     """What ends the ranks if this process is killed; to be set before any is started."""
-    on_exit: Callable[[Exit], None] = lambda ended: None
-    """Called when a rank has ended."""
-    exits: list[Exit] = field(init=False, default_factory=list)
     _selector: selectors.EpollSelector = field(init=False, default_factory=selectors.EpollSelector)
     _running: dict[int, RankProcess] = field(init=False, default_factory=dict)
     _stopping: bool = field(init=False, default=False)
@@ -78,6 +52,10 @@ class HostRanks:
         self._frozen_watch = FrozenWatch(self.job.frozen_seconds)
         self._stack_taker = StackTaker(self.job.run_directory)
         self._lock = JobLock(self.job.run_directory)
+        self._kills_before = out_of_memory_kills()
+        self._told: set[int] = set()
+        """Ranks whose crash was reported."""
+        self._next_look = 0.0
 
     def processes(self) -> dict[int, int]:
         """Return the process of each rank that runs."""
@@ -93,7 +71,7 @@ class HostRanks:
         return found
 
     def take_stacks(self, known: Collection[int] = ()) -> None:
-        """Have the stacks of all ranks but `known` written into the run directory."""
+        """Have the stacks of all ranks but `known` written into the run directory. Nothing of it waits."""
         self._stack_taker.take({rank: each for rank, each in self.processes().items() if rank not in known})
 
     def fileno(self) -> int:
@@ -109,16 +87,33 @@ class HostRanks:
         """Do what is due; leave an account of a rank that stands still: it cannot leave one itself."""
         assert self.reaper is not None, "set before ranks are started"
         self.reaper.mind()
+        if now >= self._next_look:
+            self._next_look = now + CRASH_POLL_SECONDS
+            self._tell_crashes(self._running)
         if self._stopping:
             return
         running = {rank: process for rank, process in self.processes().items() if rank not in self._frozen}
         for found in self._frozen_watch.look(now, running):
-            replace(found, host=self._running[found.rank].host).write(self.job.run_directory)
+            account = replace(found, host=self._running[found.rank].host)
+            account.write(self.job.run_directory)
             self._frozen.add(found.rank)
+            self._tell(account)
             self._is_frozen(found.rank)
 
     def _is_frozen(self, rank: int) -> None:
         """Do what is to be done at once about a rank that stands still."""
+
+    def _tell_crashes(self, ranks: Collection[int]) -> None:
+        """Report new accounts that `ranks` have left."""
+        for crash in read_crashes(self.job.run_directory):
+            if crash.rank in ranks:
+                self._tell(crash)
+
+    def _tell(self, crash: Crash) -> None:
+        """Report an account; the first of a rank stays."""
+        if crash.rank not in self._told:
+            self._told.add(crash.rank)
+            self.reports.crashed(crash)
 
     def start_rank(self, place: RankSpec) -> None:
         """Start a rank; raise `LaunchError` when it cannot be."""
@@ -154,7 +149,7 @@ class HostRanks:
         except OSError:
             return False
         if data:
-            self.output.feed(process.rank, is_error, data)
+            self.reports.printed(process.rank, is_error, data)
         return bool(data)
 
     def _ended(self, process: RankProcess) -> None:
@@ -166,12 +161,16 @@ class HostRanks:
                 self._drain(process, is_error, pipe)
                 self._selector.unregister(pipe)
         self._selector.unregister(process.pidfd)
-        held = self.output.finish(process.rank, failed=code != 0)
-        is_missed = not is_dispensable(self.job.run_directory, process.rank)
-        self.exits.append(Exit(process.rank, code, when, self._stopping, held, is_missed, process.host))
         process.close()
         del self._running[process.rank]
-        self.on_exit(self.exits[-1])
+        self._tell_crashes({process.rank})  # its account goes first: it may explain the end
+        self.reports.ended(
+            Exit(
+                process.rank, code, when, self._stopping, host=process.host,
+                is_missed=not is_dispensable(self.job.run_directory, process.rank),
+                is_out_of_memory=out_of_memory_kills() > self._kills_before,
+            )
+        )  # fmt: skip
 
     def _end(self, process: RankProcess) -> int:
         """Kill a rank's group and forget it; return the rank's exit code. See [Note: whose number it is]."""
@@ -183,7 +182,7 @@ class HostRanks:
     def _drain(self, process: RankProcess, is_error: bool, pipe: Any) -> None:
         with suppress(OSError):
             while data := os.read(pipe.fileno(), 1 << 16):
-                self.output.feed(process.rank, is_error, data)
+                self.reports.printed(process.rank, is_error, data)
 
     def stop(self, number: int) -> None:
         """Send a signal to all ranks; but for SIGUSR1, a warning, they end because of us from now on."""
@@ -192,6 +191,10 @@ class HostRanks:
             # One that stands still hears nothing but this.
             is_deaf = number == signal.SIGTERM and rank in self._frozen
             process.signal(signal.SIGKILL if is_deaf else number)
+
+    def leave(self) -> bool:
+        """Return True: nothing has to be brought from here."""
+        return True
 
     def close(self) -> None:
         """Kill what runs."""
@@ -202,105 +205,6 @@ class HostRanks:
         self._stack_taker.close()
         self._lock.close()
         self._selector.close()
-
-
-# The supervisor of a job on this machine: starts the ranks, shows what they print, stops them all when one fails.
-#
-# How a job ends is told in `job_loop`; what is done for each process in `ranks`.
-
-
-MEETING_POLL_SECONDS = 0.5
-"""How often to look whether the ranks have met, until they have."""
-CRASH_POLL_SECONDS = 0.1
-"""How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
-
-
-class Supervisor(FixedJob):
-    """Runs one command as the ranks in `places`."""
-
-    def __init__(
-        self, command: Sequence[str], places: Sequence[RankSpec], job: JobSpec, output: Output,
-        environment: Mapping[str, str], *, status: Callable[[], str | None] = lambda: None,
-    ) -> None:  # fmt: skip
-        super().__init__(output, job, status)
-        raise_descriptor_limit()
-        self.ranks = HostRanks(command, places, job, output, environment)
-        self._exits = self.ranks.exits
-        self._directory = job.run_directory
-        self._leavers = LeaverWatch(job.run_directory)
-        self._next_look = 0.0
-        self._port = job.port
-        self._has_met = False
-        self._next_look_for_meeting = 0.0
-
-    def _begin(self, at_end: ExitStack) -> None:
-        self._kills_before = out_of_memory_kills()
-        self.ranks.reaper = Reaper(say=self.say)
-        at_end.callback(self.ranks.reaper.dismiss)
-        at_end.callback(self.ranks.close)
-        self._selector.register(self.ranks, selectors.EVENT_READ, self.ranks.poll)
-        for place in self.ranks.places:
-            self.ranks.start_rank(place)
-
-    def _goes_on(self) -> bool:
-        return bool(self.ranks.processes())
-
-    def _decide(self, now: float) -> None:
-        self.ranks.tick(now)
-        if not self._stopping:
-            self._look_for_leavers(now)
-            self._look_for_meeting(now)
-        super()._decide(now)
-
-    def _look_for_leavers(self, now: float) -> None:
-        """Say when a rank has ended well and others wait for it; leave an account when they wait in vain."""
-        found = self._leavers.look(now, self._exits, self.ranks.processes())
-        if found is None:
-            return
-        if found.is_missed:
-            left = next(ended for ended in self._exits if ended.rank == found.rank)
-            who = f"and {name_ranks(found.waiting)} waited for it in fd.init"
-            account_of_leaving(left, who_waits=who).write(self._directory)
-        else:
-            self.say(found.to_text())
-
-    def _look_for_meeting(self, now: float) -> None:
-        """See whether ranks meet at the job's port, as `fd.init` and torch.distributed do."""
-        if self._has_met or now < self._next_look_for_meeting:
-            return
-        self._next_look_for_meeting = now + MEETING_POLL_SECONDS
-        self._has_met = any(is_in_use(self._port, process) for process in self.ranks.processes().values())
-
-    def _outcome(self, seconds: float) -> Outcome:
-        return replace(super()._outcome(seconds), has_met=self._has_met or is_in_use(self._port))
-
-    def _crashes(self) -> Sequence[Crash]:
-        return read_crashes(self._directory)
-
-    def _take_stacks(self) -> None:
-        self.ranks.take_stacks()
-
-    def _has_failed(self, now: float) -> bool:
-        if super()._has_failed(now):
-            return True
-        if now < self._next_look:
-            return False
-        self._next_look = now + CRASH_POLL_SECONDS
-        return any(not crash.consequence for crash in self._crashes())
-
-    def _find_failure(self, stop_seconds: float) -> Failure | None:
-        if self._failed_at is None:
-            return None
-        return find_failure(
-            self._judged() or self._exits, self._crashes(), host=socket.gethostname(), stop_seconds=stop_seconds,
-            out_of_memory=out_of_memory_kills() > self._kills_before,
-        )  # fmt: skip
-
-    def _before_signals(self) -> None:
-        self._positions = {position.rank: position for position in self.ranks.note_positions()}
-
-    def _signal_ranks(self, number: int) -> None:
-        self.ranks.stop(number)
 
 
 # Ranks that end well while others still wait for them.

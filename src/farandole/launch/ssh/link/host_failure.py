@@ -10,12 +10,13 @@ import re
 import secrets
 import signal
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ....core.framing import FrameError
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.text import elsewhere_remedy
+from ...supervise.failure import HostFailure
 from .frames import SILENCE_SECONDS, Message
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS, TOKEN_FILE, differences, own_versions
@@ -24,20 +25,6 @@ from .remote_shell import NO_DIRECTORY, NO_PACKAGE, NO_PRELUDE, HostSetup
 _BROKEN = 255
 _HURRY_SECONDS = 0.5
 """Hosts may have heard nothing for a while before we stood still."""
-
-
-@dataclass(frozen=True)
-class HostFailure:
-    """Why a host is given up."""
-
-    cause: str
-    remedy: str = ""
-    exit_code: int = 1
-    """Exit code of a job that ends because of it."""
-    when_seconds: float | None = None
-    """When it happened; None: just now."""
-    is_ours: bool = False
-    """Whether it is no fault of the host, but of this launcher."""
 
 
 def why_hung_up(link: HostLink, setup: HostSetup, now: float, *, stood_still_seconds: float = 0.0) -> HostFailure:

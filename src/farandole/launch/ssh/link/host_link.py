@@ -13,10 +13,9 @@ from typing import Literal
 import farandole
 
 from ....core.vocabulary.errors import LaunchError
-from ...job.contract import RankSpec
 from ...supervise.process import dying_with_us, end_group, has_ended
 from .frames import Channel, Message
-from .remote_shell import AGENT, HostSetup
+from .remote_shell import HostSetup
 
 _MOST_STDERR_BYTES = 16 << 10
 
@@ -28,24 +27,17 @@ class HostLink:
     """One host of the job."""
 
     name: str
-    places: Sequence[RankSpec]
     command: Sequence[str]
     """What connects us to it."""
     phase: Phase = "connecting"
     ready: Message = field(default_factory=dict)
     route: Message = field(default_factory=dict)
-    unfinished: set[int] = field(default_factory=set)
-    """Ranks that have not ended, as far as was reported."""
-    out_of_memory: bool = False
     errors: bytes = b""
     """The last of what ssh and the host's shell wrote to stderr."""
 
-    def open(self, setup: HostSetup, hello: Message, module: str = AGENT) -> None:
-        """Start ssh, and send the first message; raise `LaunchError` when there is no ssh.
-
-        `module` has the agent's `main`.
-        """
-        self.start(setup.preamble([str(Path(farandole.__file__).parents[1])], module))
+    def open(self, setup: HostSetup, hello: Message) -> None:
+        """Start ssh, and send the first message; raise `LaunchError` when there is no ssh."""
+        self.start(setup.preamble([str(Path(farandole.__file__).parents[1])]))
         self.channel.send_message(hello)
 
     def start(self, preamble: bytes, prepare: Callable[[], None] | None = None) -> None:
@@ -53,7 +45,6 @@ class HostLink:
 
         `prepare` is called in the child before the command; by default it makes the child die with us.
         """
-        self.unfinished = {place.rank for place in self.places}
         try:
             self.process = subprocess.Popen(
                 list(self.command),

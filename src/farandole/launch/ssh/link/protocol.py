@@ -7,20 +7,20 @@
                                      <-   ready(versions, address, shared)
     peers(addresses, first)          ->
                                      <-   route(interface, address, port)
-    start(command, places, job, ..)  ->
-                                     <-   output..., exit..., crash...
+    start(command, job, places, ..)  ->
+                                     <-   output..., crash..., exit...
     stacks, signal(number)           ->
-                                     <-   positions, files..., done
-
-An elastic job's agent is told of one worker after the other, and its frames pass through the pipe::
-
-    start(command, job, ..)          ->
-    worker(number, host, variables).. ->
-    tell(worker, frame)...           ->
-                                     <-   output..., heard(worker, frame)..., exit(with its crash)...
-    signal(worker, number)           ->
+                                     <-   positions
     leave                            ->
                                      <-   files..., done
+
+Without places it is the agent of an elastic job. It is told of one worker after the other, and their frames pass
+through the pipe::
+
+    worker(number, host, variables).. ->
+    tell(worker, frame)...           ->
+                                     <-   heard(worker, frame)...
+    kill(worker)                     ->
 
 Both send a beat all the time. A launcher that hears nothing from an agent gives the host up; an agent that
 hears nothing from its launcher ends its ranks; the agent's reaper does the same for a frozen agent.
