@@ -88,11 +88,10 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
         ("doctor/this_host", "what this host says of itself"),
         ("doctor/checks", "every check as a pure function: facts in, findings out; no facts make one raise"),
         ("namespaces", "hosts on one machine: namespaces, shaped links between them, and a command on them"),
-        ("ssh/link", "the pipe between the launcher and one host: frames, handshake, heartbeat, and how it ends"),
-        ("doctor", "``farandole doctor``: hosts asked for facts, links measured, and the commands that fix them"),
         ("elastic", "jobs whose number of ranks changes while they run: the launcher's side"),
-        ("schedulers", "submitting a job to Slurm, MPI, Kubernetes or Ray"),
         ("ssh", "ranks on other hosts, over the system's ssh: one connection per host carries everything"),
+        ("doctor", "``farandole doctor``: hosts asked for facts, links measured, and the commands that fix them"),
+        ("schedulers", "submitting a job to Slurm, MPI, Kubernetes or Ray"),
         ("function_job", "one Python function as a job: for notebooks and `horovod.run`"),
         ("start", "from a job request to a started job: here, over ssh, elastic, or on Ray"),
     ],
@@ -203,8 +202,8 @@ FOLDERS: dict[str, list[tuple[str, str]]] = {
 }  # fmt: skip
 """Package -> its folders from low to high: a folder imports only those before it. ``.``: the package's own files.
 
-A path may have several parts (``ssh/link``) and may name one file (``report/page``, ``torch/__init__``), which is
-then a level of its own. A module belongs to the longest path that fits, so a folder's folders need no own rows.
+A path may have several parts (``torch/elastic``) and may name one file (``report/page``, ``torch/__init__``),
+which is then a level of its own. A module belongs to the longest path that fits: a folder's folders need no rows.
 A package's ``__init__`` without a row is below all of them: it imports nothing of its package.
 """
 

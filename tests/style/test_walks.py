@@ -17,7 +17,7 @@ MOST_ENTERED, MOST_CARRYING = 64, 16
 @pytest.mark.timeout(240)
 def test_the_walk_of_a_plan_gets_no_longer(tmp_path: Path) -> None:
     walk = walk_over_ssh(tmp_path)
-    assert {"cli/main", "launch/ssh/link/frames", "core/job_plan"} <= walk.carrying
+    assert {"cli/main", "launch/ssh/frames", "core/job_plan"} <= walk.carrying
     assert len(walk.carrying) <= MOST_CARRYING, sorted(walk.carrying)
     assert len(walk.entered) <= MOST_ENTERED, sorted(walk.entered)
 

@@ -263,7 +263,7 @@ class ElasticWorker:
     def _tell_of_failure(self, why: str) -> None:
         """Say that the generation failed here and, unless we are told to leave, which hosts cannot be reached.
 
-        See [Note: links between workers] of the launcher's roster.
+        See [Note: links between workers] of the launcher's membership.
         """
         with self._changed:
             generation, ways, is_told = self.generation, self._ways, self._leaving == self.generation

@@ -311,7 +311,7 @@ LINES_OF_ONE_PLACE: dict[str, Any] = {
 def require_no_traceback(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
     from farandole.bench import demo
 
-    monkeypatch.setattr("farandole.launch.supervise.fixed_job.Supervisor.run", lambda self: Outcome(0, 0.0))
+    monkeypatch.setattr("farandole.launch.supervise.ranks.Supervisor.run", lambda self: Outcome(0, 0.0))
     monkeypatch.setattr(demo, "_command", nothing_runs)
     code, _, _ = call(*words)
     assert code in (0, 1, 2)

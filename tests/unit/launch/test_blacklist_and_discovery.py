@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.elastic.driver import Discovery, parse_hosts
-from farandole.launch.elastic.roster import Blacklist
+from farandole.launch.elastic.membership import Blacklist
 
 
 def test_a_failed_host_is_closed_for_ever_without_a_range() -> None:

@@ -29,7 +29,7 @@ from farandole.launch.doctor.facts import Gpu
 from farandole.launch.doctor.link_probe import Listener, call, rate_of
 from farandole.launch.doctor.probe import Answers
 from farandole.launch.job.hosts import HostFinder, HostSlots
-from farandole.launch.ssh.link.remote_shell import HostSetup, SshOptions
+from farandole.launch.ssh.remote_shell import HostSetup, SshOptions
 from farandole.version import VERSION
 
 TOKEN = bytes(range(16))
@@ -217,7 +217,7 @@ def target(code: str, name: str = "odd") -> Target:
         ("import sys; sys.stderr.write('No module named farandole'); sys.exit(1)", "No module named farandole"),
         ("", "it said nothing"),
         ("import sys; sys.stdout.write('x' * 100_000); sys.stdout.flush(); input()", "no answer of ours"),
-        ("from farandole.launch.ssh.link.frames import MAGIC as m; import os; "
+        ("from farandole.launch.ssh.frames import MAGIC as m; import os; "
          "os.write(1, m + b'm' + bytes([255] * 15)); input()",
          "no answer of ours"),
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farandole.launch.elastic.control import NO_STATE, Worker
-from farandole.launch.elastic.roster import assign, choose, update_kind, vacancies
+from farandole.launch.elastic.control import NO_STATE
+from farandole.launch.elastic.membership import Worker, assign, choose, update_kind, vacancies
 
 HOSTS = ["a", "b", "c"]
 workers = st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(NO_STATE, 3)), min_size=1, max_size=9).map(

@@ -18,10 +18,10 @@ from farandole.launch.elastic.control import Frame
 from farandole.launch.elastic.workers import WorkerHost
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.job.hosts import Host, HostFinder, HostSlots
+from farandole.launch.ssh.frames import MAGIC, MOST_BYTES
 from farandole.launch.ssh.host import RemoteJobSpec
-from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES
-from farandole.launch.ssh.link.protocol import own_versions, pack_crash
-from farandole.launch.ssh.link.remote_shell import HostSetup
+from farandole.launch.ssh.protocol import own_versions, pack_crash
+from farandole.launch.ssh.remote_shell import HostSetup
 from farandole.launch.start.elastic import ElasticHosts, ThisMachine
 from farandole.launch.supervise.failure import Exit, HostFailure
 from farandole.launch.supervise.job_loop import JobHost

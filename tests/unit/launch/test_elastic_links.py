@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from farandole.launch.elastic.roster import LinkFaults
+from farandole.launch.elastic.membership import LinkFaults
 from farandole.train import elastic as elastic_worker
 from farandole.train.elastic import MOST_CALLS, ElasticWorker, unreachable
-from tests.unit.launch.test_elastic_roster import Job
+from tests.unit.launch.test_elastic_membership import Job
 
 ORDER = {"a": (0, 0), "b": (0, 1), "c": (0, 2)}
 
@@ -46,7 +46,7 @@ def test_the_host_that_most_others_miss_is_dropped_also_if_it_is_the_first() -> 
     assert links.host_to_drop(5, ORDER) == ("a", ["b", "c"])
 
 
-# -- the roster -----------------------------------------------------------------------------------
+# -- the membership -----------------------------------------------------------------------------------
 
 
 def spread(**options: Any) -> Job:
@@ -54,22 +54,24 @@ def spread(**options: Any) -> Job:
     job = Job({"a": 1, "b": 1, "c": 1}, **options)
     meet(job, 0, 1, 2, progress=-1)
     for number in range(3):
-        job.roster.has_progressed(number, 2)
+        job.membership.has_progressed(number, 2)
     return job
 
 
 def meet(job: Job, *numbers: int, progress: int = 2) -> None:
     for number in numbers:
-        job.roster.is_ready(number, progress=progress, address=f"10.0.0.{number}", port=1000 + number, now=job.now)
+        job.membership.is_ready(
+            number, progress=progress, address=f"10.0.0.{number}", port=1000 + number, now=job.now
+        )
     job.turn()
 
 
 def spread_with_misses(misses: dict[int, str]) -> Job:
     """Return it after worker 0 failed and each of `misses` missed an address; workers 0 and 1 are back."""
     job = spread(elastic_timeout_seconds=600.0)
-    job.roster.has_failed(0, 1, "no answer", job.now)
+    job.membership.has_failed(0, 1, "no answer", job.now)
     for number, address in misses.items():
-        job.roster.has_missed(number, 1, [address], job.now)
+        job.membership.has_missed(number, 1, [address], job.now)
     meet(job, 0, 1)
     return job
 
@@ -85,9 +87,9 @@ def test_members_are_told_where_the_other_hosts_are() -> None:
 def test_after_a_second_generation_that_fails_on_the_same_pair_one_of_the_two_is_dropped() -> None:
     job = spread()
     for generation in (1, 2):
-        assert job.roster.current.number == generation
-        job.roster.has_failed(1, generation, "it did not answer", job.now)
-        job.roster.has_missed(1, generation, ["10.0.0.2"], job.now)
+        assert job.membership.current.number == generation
+        job.membership.has_failed(1, generation, "it did not answer", job.now)
+        job.membership.has_missed(1, generation, ["10.0.0.2"], job.now)
         job.turn()
         if generation == 1:
             assert job.killed == []
@@ -96,7 +98,7 @@ def test_after_a_second_generation_that_fails_on_the_same_pair_one_of_the_two_is
     assert (
         "host c is dropped: b cannot reach it, though this launcher reaches both; no new workers there" in job.said
     )
-    job.roster.has_ended(2, well=False, why="killed", now=job.now)
+    job.membership.has_ended(2, well=False, why="killed", now=job.now)
     meet(job, 0, 1)
     assert job.ranks() == {0: 0, 1: 1}
     assert not job.is_over
@@ -123,8 +125,8 @@ def test_names_of_one_machine_miss_nobody() -> None:
     job = Job({"a": 1, "b": 1})
     job.ready(0, 1)
     for generation in (1, 2):
-        job.roster.has_failed(0, generation, "x", job.now)
-        job.roster.has_missed(0, generation, ["h"], job.now)
+        job.membership.has_failed(0, generation, "x", job.now)
+        job.membership.has_missed(0, generation, ["h"], job.now)
         job.ready(0, 1, progress=1)
     assert job.killed == []
 

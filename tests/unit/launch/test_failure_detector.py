@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from farandole.launch.ssh.link.frames import SILENCE_SECONDS
+from farandole.launch.ssh.frames import SILENCE_SECONDS
 from farandole.launch.supervise.process import Reaper
 from farandole.launch.supervise.stopped_process import FailureDetector
 

@@ -15,10 +15,9 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from farandole.core.vocabulary.errors import ConfigError
-from farandole.launch.ssh.link.host_failure import why_hung_up
-from farandole.launch.ssh.link.remote_shell import HostSetup
-from farandole.launch.supervise.failure import Exit, remedy_of
-from farandole.launch.supervise.fixed_job import Loss, find_cause
+from farandole.launch.ssh.host_failure import why_hung_up
+from farandole.launch.ssh.remote_shell import HostSetup
+from farandole.launch.supervise.failure import Exit, Loss, find_cause, remedy_of
 from farandole.launch.supervise.stopped_process import OwnPauses
 
 

@@ -15,7 +15,7 @@ from farandole.launch.job.hosts import HostSlots, parse_hostfile, parse_hosts
 from farandole.launch.schedulers import mpi, slurm
 from farandole.launch.schedulers.submission import SubmitSpec
 from farandole.launch.ssh.agent import FileTaker
-from farandole.launch.ssh.link.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
+from farandole.launch.ssh.remote_shell import REMOTE_COMMAND, SshOptions, check_name, ssh_command
 from farandole.launch.start.placing import forwarded_variables, host_commands, host_setup, place_job
 from farandole.launch.start.request import JobRequest, RemoteOptions
 from tests.hostile import hostile_texts

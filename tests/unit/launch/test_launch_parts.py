@@ -24,7 +24,7 @@ from farandole.launch.job.placement import ReservedPort, crowding_warnings, divi
 from farandole.launch.job.run_directory import make_run_directory, write_run
 from farandole.launch.output import Output
 from farandole.launch.supervise.failure import Exit, find_failure
-from farandole.launch.supervise.fixed_job import Supervisor
+from farandole.launch.supervise.ranks import Supervisor
 
 
 def test_what_is_told_is_what_is_read() -> None:

@@ -12,11 +12,10 @@ import pytest
 from farandole.core.vocabulary.run_files import Crash, events_path, stacks_path
 from farandole.launch.job.contract import JobSpec, RankSpec
 from farandole.launch.output import Output
-from farandole.launch.supervise import fixed_job, ranks
+from farandole.launch.supervise import job_loop, ranks
 from farandole.launch.supervise.failure import Exit, find_failure
-from farandole.launch.supervise.fixed_job import Supervisor
 from farandole.launch.supervise.job_loop import Outcome
-from farandole.launch.supervise.ranks import LeaverWatch, Left
+from farandole.launch.supervise.ranks import LeaverWatch, Left, Supervisor
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
 
@@ -165,7 +164,7 @@ def test_the_one_that_left_is_waited_for_when_others_say_that_it_is_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 1 takes its time to end; rank 0 has failed by then."""
-    monkeypatch.setattr(fixed_job, "UNEXPLAINED_SECONDS", 20.0)
+    monkeypatch.setattr(job_loop, "UNEXPLAINED_SECONDS", 20.0)
     outcome, _ = supervise(
         tmp_path, f"rank and time.sleep(0.8)\nrank or sys.exit('Traceback (most recent call last):\\n{GLOO}')"
     )

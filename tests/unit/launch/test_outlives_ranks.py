@@ -8,7 +8,7 @@ import pytest
 
 from farandole.launch.job.contract import JobSpec
 from farandole.launch.supervise.failure import Exit
-from farandole.launch.supervise.fixed_job import FixedJob
+from farandole.launch.supervise.job_loop import FixedJob
 
 
 class Job(FixedJob):

@@ -17,8 +17,8 @@ import pytest
 
 from farandole.launch.job.contract import JobSpec, RankSpec
 from farandole.launch.output import Output
-from farandole.launch.supervise.fixed_job import Supervisor
 from farandole.launch.supervise.process import RankProcess, Reaper, end_group, has_ended
+from farandole.launch.supervise.ranks import Supervisor
 from farandole.launch.supervise.stopped_process import state_of
 
 

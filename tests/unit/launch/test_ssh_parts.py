@@ -17,11 +17,11 @@ from farandole.core.host.interfaces import Address, choose, own_addresses, towar
 from farandole.core.vocabulary.errors import ConfigError, LaunchError
 from farandole.launch.job.contract import JobSpec, RankSpec, rank_environment
 from farandole.launch.ssh.agent import FileTaker, file_frames
+from farandole.launch.ssh.frames import MAGIC, MOST_BYTES, Channel, read_output
 from farandole.launch.ssh.host import RemoteJobSpec
-from farandole.launch.ssh.link.frames import MAGIC, MOST_BYTES, Channel, read_output
-from farandole.launch.ssh.link.host_failure import explain, explain_loss
-from farandole.launch.ssh.link.protocol import differences, pack_job, pack_places, unpack_job, unpack_place
-from farandole.launch.ssh.link.remote_shell import (
+from farandole.launch.ssh.host_failure import explain, explain_loss
+from farandole.launch.ssh.protocol import differences, pack_job, pack_places, unpack_job, unpack_place
+from farandole.launch.ssh.remote_shell import (
     REMOTE_COMMAND,
     HostSetup,
     SshOptions,

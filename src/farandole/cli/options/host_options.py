@@ -13,7 +13,7 @@ from ...core.vocabulary.errors import ConfigError
 from ...launch.doctor.examine import Target, find_targets
 from ...launch.elastic.options import ElasticOptions
 from ...launch.job.hosts import MOST_SLOTS, HostSlots, parse_hosts, read_hostfile, select_hosts
-from ...launch.ssh.link.remote_shell import HostSetup, SshOptions
+from ...launch.ssh.remote_shell import HostSetup, SshOptions
 from ...launch.start.placing import find_hosts, host_setup
 from ...launch.start.request import RemoteOptions
 

@@ -18,10 +18,10 @@ import farandole
 from ...core.framing import FrameError, read_json
 from ...core.vocabulary.errors import LaunchError
 from ..job.hosts import EmulatedHost, Host, HostFinder, HostSlots, LocalHost
-from ..ssh.link.frames import MESSAGE, Message
-from ..ssh.link.host_failure import explain
-from ..ssh.link.host_link import HostLink
-from ..ssh.link.remote_shell import HostSetup, SshOptions, ssh_command
+from ..ssh.frames import MESSAGE, Message
+from ..ssh.host_failure import explain
+from ..ssh.host_link import HostLink
+from ..ssh.remote_shell import HostSetup, SshOptions, ssh_command
 from ..supervise.process import preparing
 from .facts import ClusterFacts, HostFacts, KernelRoute, LinkFacts, Unreachable, read_host_facts
 from .link_probe import TOKEN_BYTES

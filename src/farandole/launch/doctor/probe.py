@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 from ...core.framing import read_json
-from ..ssh.link.frames import MESSAGE, Message, pipe_of_this_process
+from ..ssh.frames import MESSAGE, Message, pipe_of_this_process
 from .facts import to_answer
 from .link_probe import Listener, call
 from .this_host import look_up, read_routes, read_this_host

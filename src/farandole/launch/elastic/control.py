@@ -13,8 +13,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ...core.framing import (
     MAC_BYTES,
@@ -29,6 +28,8 @@ from ...core.framing import (
 Frame = dict[str, Any]
 LONGEST_FRAME_BYTES = 64 * 1024
 NONCE_BYTES = 16
+NO_STATE = -1
+"""Progress of a worker that has not yet received the job's state."""
 _MAGIC = b"FRDE"
 _NUMBER = struct.Struct(">Q")
 _HELLO = struct.Struct(f">4sI{NONCE_BYTES}s{MAC_BYTES}s")
@@ -87,51 +88,3 @@ def read_hello(secret: bytes, hello: bytes, mine: bytes) -> tuple[int, bytes]:
 def session_keys(key: bytes, launcher_nonce: bytes, worker_nonce: bytes) -> tuple[bytes, bytes]:
     """Return the keys of frames to the launcher and of frames to the worker."""
     return tuple(keyed_hash(key, way, launcher_nonce, worker_nonce) for way in (b"up", b"down"))  # type: ignore[return-value]
-
-
-# The workers of an elastic job, and the generation of ranks that some of them form.
-
-
-NO_STATE = -1
-"""Progress of a worker that has not yet received the job's state."""
-
-State = Literal["starting", "ready", "member", "removed", "ended"]
-
-
-@dataclass(eq=False)
-class Worker:
-    """One process of the job; numbers are never used again."""
-
-    number: int
-    """Lower numbers were started earlier."""
-    host: str
-    progress: int = NO_STATE
-    """Commits made by the job up to the state it holds."""
-    started_at: float = 0.0
-    state: State = "starting"
-    address: str = ""
-    port: int = 0
-    """Where it offers to be met as rank 0; valid while it is ready."""
-    has_trained: bool = False
-    """Whether it ever was in a generation."""
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it counts: it runs and is not on its way out."""
-        return self.state in ("starting", "ready", "member")
-
-
-@dataclass(eq=False)
-class Generation:
-    """One generation of ranks, from its assignment to the next one."""
-
-    number: int = 0
-    """0: none was formed yet."""
-    members: tuple[int, ...] = ()
-    """Workers by rank."""
-    lost_members: int = 0
-    """Members that have failed."""
-    broken_at: float | None = None
-    """When its members were told to leave; None: they were not."""
-    asked: frozenset[int] | None = None
-    """The members of the next one, as these were last told; None: they were told nothing."""

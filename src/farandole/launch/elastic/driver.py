@@ -1,4 +1,4 @@
-"""Decides for an elastic job: hosts that come and go, their workers, discovery, and the roster's orders."""
+"""Decides for an elastic job: hosts that come and go, their workers, discovery, and the membership's orders."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from ..supervise.failure import Exit, Failure, HostFailure, find_failure
 from ..supervise.job_loop import JobLoop, Outcome
 from ..supervise.process import end_group, has_ended, stopping_with_us
 from .control import Frame
+from .membership import Blacklist, Kill, Membership, Order, Say, Start, Stop, Tell
 from .options import ElasticOptions
-from .roster import Blacklist, ElasticState, Kill, Order, Say, Start, Stop, Tell
 from .workers import HostPool, WorkerHost
 
 
 class ElasticJob(JobLoop):
-    """Tells the roster what hosts report, and does what it says.
+    """Tells the membership what hosts report, and does what it says.
 
     `run` raises `ConfigError` when the discovery script does not work, `LaunchError` when it stops working.
     """
@@ -52,7 +52,7 @@ class ElasticJob(JobLoop):
             timeout_seconds=options.elastic_timeout_seconds,
             fixed=hosts,
         )
-        self._roster = ElasticState(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
+        self._membership = Membership(options, Blacklist(options.cooldown_range_seconds), time.monotonic())
         self._failures: list[Failure] = []
         self._stop: Stop | None = None
 
@@ -65,20 +65,20 @@ class ElasticJob(JobLoop):
         return bool(self._signals) or self._stop is not None
 
     def _needs(self, names: set[str]) -> bool:
-        return bool(names & set(self._roster.hosts or ()))
+        return bool(names & set(self._membership.hosts or ()))
 
     def _decide(self, now: float) -> None:
         if self._is_ending:
             return
         if self._discovery.poll():
             self._fleet.hosts_are(self._discovery.hosts)
-            self._roster.hosts_are(self._discovery.hosts, now)
-        orders = self._roster.tick(now)
+            self._membership.hosts_are(self._discovery.hosts, now)
+        orders = self._membership.tick(now)
         while orders:
             for order in orders:
                 self._obey(order, now)
             # What was done may have changed what is to be done: a worker that cannot be started has ended.
-            orders = [] if self._stop is not None else self._roster.tick(now)
+            orders = [] if self._stop is not None else self._membership.tick(now)
 
     def _outcome(self, seconds: float) -> Outcome:
         assert self._stop is not None, "the loop ends with a signal or a stop"
@@ -108,10 +108,10 @@ class ElasticJob(JobLoop):
     def _start_worker(self, order: Start, now: float) -> None:
         self.output.open_logs(order.number + 1)
         try:
-            host = self._fleet.reach(order.host, (self._roster.hosts or {}).get(order.host, 1), self)
+            host = self._fleet.reach(order.host, (self._membership.hosts or {}).get(order.host, 1), self)
         except FarandoleError as problem:
             self._failures.append(_failure_of_host(order.host, str(problem), "", problem.exit_code))
-            self._roster.host_is_lost(order.host, str(problem), now)
+            self._membership.host_is_lost(order.host, str(problem), now)
             return
         self.hosts.add(host, order.host, [order.number])
         host.start(order.number, order.host, self._variables_before_meeting(order))
@@ -148,7 +148,7 @@ class ElasticJob(JobLoop):
         worker, now = number, time.monotonic()
         try:
             if frame["type"] == "ready":
-                self._roster.is_ready(
+                self._membership.is_ready(
                     worker,
                     progress=int(frame["progress"]),
                     address=str(frame["address"]),
@@ -156,11 +156,11 @@ class ElasticJob(JobLoop):
                     now=now,
                 )
             elif frame["type"] == "failed":
-                self._roster.has_failed(worker, int(frame["generation"]), str(frame["why"]), now)
+                self._membership.has_failed(worker, int(frame["generation"]), str(frame["why"]), now)
             elif frame["type"] == "missed":
-                self._roster.has_missed(worker, int(frame["generation"]), list(frame["addresses"]), now)
+                self._membership.has_missed(worker, int(frame["generation"]), list(frame["addresses"]), now)
             elif frame["type"] == "progress":
-                self._roster.has_progressed(worker, int(frame["progress"]))
+                self._membership.has_progressed(worker, int(frame["progress"]))
         except (KeyError, TypeError, ValueError) as problem:
             self.say(f"worker {worker} is stopped: it sent {str(frame)[:80]}, which makes no sense: {problem!r}")
             self._kill(worker)
@@ -169,21 +169,21 @@ class ElasticJob(JobLoop):
         worker, now = exited.rank, time.monotonic()
         exited = replace(exited, stopped_by_us=self._stopping and exited.code != 0)
         why = f"exit code {exited.code}"
-        if exited.failed and self._roster.workers[worker].is_alive:
+        if exited.failed and self._membership.workers[worker].is_alive:
             crashes = [self._crashes[worker]] if worker in self._crashes else []
-            failure = find_failure([exited], crashes, host=self._roster.workers[worker].host, stop_seconds=0.0)
+            failure = find_failure([exited], crashes, host=self._membership.workers[worker].host, stop_seconds=0.0)
             self._failures.append(failure)
             why = failure.cause
             trace = failure.traceback.rstrip()
             if trace and trace != why:
                 self.output.say("\n".join(f"  {line}" for line in trace.splitlines()))
-        self._roster.has_ended(worker, well=exited.code == 0, why=why, now=now)
+        self._membership.has_ended(worker, well=exited.code == 0, why=why, now=now)
 
     def _has_lost(self, names: set[str], running: list[int], failure: HostFailure) -> None:
         why = f"{failure.cause}; {failure.remedy}" if failure.remedy else failure.cause
         for name in sorted(names):
             self._failures.append(_failure_of_host(name, failure.cause, failure.remedy, failure.exit_code))
-            self._roster.host_is_lost(name, why, time.monotonic())
+            self._membership.host_is_lost(name, why, time.monotonic())
 
 
 def _failure_of_host(name: str, cause: str, remedy: str, exit_code: int) -> Failure:

@@ -28,8 +28,7 @@ from ..job.hosts import LOOPBACK, HostSlots
 from ..job.placement import ReservedPort, assign_ranks
 from ..output import Output
 from ..supervise.failure import Exit
-from ..supervise.fixed_job import FixedJob
-from ..supervise.job_loop import HostReports
+from ..supervise.job_loop import FixedJob, HostReports
 from ..supervise.process import RankProcess, end_group, has_ended, start_rank
 
 PLACE_SECONDS = 60.0

@@ -3,11 +3,8 @@
 ::
 
     launcher                                   host
-    job.py  host_link.py --- ssh --- sshd --- agent.py --- ranks
-            frames.py        (pipe)           frames.py
-
-An elastic job has `elastic_fleet`, with an `elastic_host` for each host, instead of `job`, and
-`elastic_agent` in that of `agent`.
+    host.py  host_link.py --- ssh --- sshd --- agent.py --- ranks, or workers of an elastic job
+             frames.py        (pipe)           frames.py
 
 No port is listened on for control, nothing is installed to run as a service, and what is secret travels
 through the pipe alone.

@@ -39,8 +39,8 @@ from ..supervise.failure import Exit
 from ..supervise.process import Reaper
 from ..supervise.ranks import HostRanks
 from ..supervise.stopped_process import OwnPauses
-from .link.frames import BEAT, FILE, MESSAGE, SILENCE_SECONDS, Channel, Message, pipe_of_this_process
-from .link.protocol import (
+from .frames import BEAT, FILE, MESSAGE, SILENCE_SECONDS, Channel, Message, pipe_of_this_process
+from .protocol import (
     BEAT_SECONDS,
     REAPER_SECONDS,
     TOKEN_FILE,

@@ -1,6 +1,6 @@
-"""One host over ssh, as the launcher has it: a `JobHost`, for fixed ranks and for workers that come and go.
+"""Hosts over ssh, as the launcher has them: each a `JobHost`, for fixed ranks and for workers that come and go.
 
-What is asked of it before it is connected waits. When it fails, it is reported as lost, whatever it was doing.
+What is asked of one before it is connected waits. When it fails, it is reported as lost, whatever it was doing.
 """
 
 from __future__ import annotations
@@ -9,22 +9,24 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ...core.framing import FrameError, read_json
 from ...core.vocabulary.errors import LaunchError
 from ..job.contract import JobSpec, RankSpec
+from ..output import Output
 from ..supervise.failure import Exit, HostFailure
-from ..supervise.job_loop import HostReports
+from ..supervise.job_loop import FixedJob, HostReports
 from ..supervise.stopped_process import OwnPauses
 from .agent import FileTaker
-from .link.frames import FILE, MESSAGE, OUTPUT, Message, read_output
-from .link.host_failure import Handshake, check_ready, nonsense, why_hung_up, why_silent
-from .link.host_link import HostLink
-from .link.protocol import Heartbeat, pack_job, pack_places, unpack_crash
-from .link.remote_shell import HostSetup
+from .frames import FILE, MESSAGE, OUTPUT, Message, read_output
+from .host_failure import Handshake, check_ready, nonsense, why_hung_up, why_silent
+from .host_link import HostLink
+from .protocol import SUSPECT_SECONDS, Heartbeat, pack_job, pack_places, unpack_crash
+from .remote_shell import HostSetup
 
-FindPeers = Callable[["SshHost"], Sequence[str] | None]
+FindPeers = Callable[["RemoteHost"], Sequence[str] | None]
 """Returns addresses of other hosts, "" for the launcher's; None: they are not known yet."""
 
 
@@ -62,7 +64,7 @@ def _plan_text(job: JobSpec) -> str | None:
         raise LaunchError(f"cannot read the plan of this job: {problem}", remedy="leave it where it is") from None
 
 
-class Connections:
+class HostConnections:
     """What the hosts of a job have in common: the handshake, and the beats by which they know that we live."""
 
     def __init__(self, work: RemoteJobSpec) -> None:
@@ -72,7 +74,7 @@ class Connections:
 
     def connect(
         self, link: HostLink, reports: HostReports, *, aside: str, find_peers: FindPeers | None
-    ) -> SshHost:
+    ) -> RemoteHost:
         """Begin to connect to a host; raise `LaunchError` when there is nothing to connect with.
 
         Args:
@@ -81,7 +83,9 @@ class Connections:
         """
         if self.handshake is None:
             self.handshake = Handshake(self.work.job.run_directory, self.work.environment.get("PYTHONPATH", ""))
-        host = SshHost(link, self, reports, FileTaker(self.work.job.run_directory, aside, reports.say), find_peers)
+        host = RemoteHost(
+            link, self, reports, FileTaker(self.work.job.run_directory, aside, reports.say), find_peers
+        )
         self.beats.links = [*(each for each in self.beats.links if each.is_open), link]
         return host
 
@@ -92,11 +96,11 @@ class Connections:
             self.handshake.close()
 
 
-class SshHost:
+class RemoteHost:
     """A connection, from its beginning to its end; a host that is used again gets another one."""
 
     def __init__(
-        self, link: HostLink, shared: Connections, reports: HostReports, files: FileTaker,
+        self, link: HostLink, shared: HostConnections, reports: HostReports, files: FileTaker,
         find_peers: FindPeers | None,
     ) -> None:  # fmt: skip
         """Begin to connect; raise `LaunchError` when there is nothing to connect with."""
@@ -316,3 +320,66 @@ class SshHost:
         if int(number) not in self._unfinished:
             raise FrameError(f"{what} of {number}, which does not run there")
         return int(number)
+
+
+# A job of fixed ranks on many hosts: connects to all, arranges the rendezvous, and starts the ranks.
+
+
+@dataclass(frozen=True)
+class HostPlaces:
+    """A host of the job, what connects us to it, and its ranks."""
+
+    name: str
+    places: Sequence[RankSpec]
+    command: Sequence[str]
+
+
+class RemoteJob(FixedJob):
+    """Runs one command as the ranks of many hosts; when it has ended, all files are here."""
+
+    def __init__(
+        self, wanted: Sequence[HostPlaces], work: RemoteJobSpec, output: Output,
+        status: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().__init__(output, work.job, status)
+        self._wanted, self._work = wanted, work
+        self._ssh_hosts: list[RemoteHost] = []
+        self._is_running = False
+
+    def _begin(self, at_last: ExitStack) -> None:
+        shared = HostConnections(self._work)
+        at_last.callback(shared.close)
+        for each in self._wanted:
+            link = HostLink(each.name, each.command)
+            host = shared.connect(link, self, aside=each.name, find_peers=None)
+            self._ssh_hosts.append(host)
+            self.hosts.add(host, each.name)
+        shared.beats.start()
+
+    def _needs(self, names: set[str]) -> bool:
+        return not self._is_running
+
+    def _decide(self, now: float) -> None:
+        super()._decide(now)
+        if not self._is_ending and not self._is_running:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Go on to the next phase when all hosts are ready for it."""
+        phases = {host.link.phase for host in self._ssh_hosts}
+        if phases == {"ready"}:
+            addresses = [str(host.address) for host in self._ssh_hosts]
+            for index, host in enumerate(self._ssh_hosts):
+                # The first is met by all: its way to the second is its way to all of them.
+                host.ask_route(addresses[1:] if index == 0 else addresses[:1], is_first=index == 0)
+        elif phases == {"routed"}:
+            self._is_running = True
+            first = self._ssh_hosts[0].link.route
+            job = replace(self._work.job, address=first["address"], port=first["port"])
+            for host, each in zip(self._ssh_hosts, self._wanted, strict=True):
+                self.hosts.add(host, each.name, [place.rank for place in each.places])
+                host.begin(job, each.places)
+
+    def _may_be_a_host(self, now: float) -> bool:
+        links = [host.link for host in self._ssh_hosts]
+        return any(link.is_open and link.silent_seconds(now) > SUSPECT_SECONDS for link in links)

@@ -16,9 +16,9 @@ from ..job.contract import JobSpec, RankSpec
 from ..job.hosts import EmulatedHost, Host, HostNamespaces, HostSlots, need_ssh
 from ..job.placement import available_cores, threads_per_rank
 from ..output import Output
-from ..ssh.host import Connections, RemoteJobSpec, SshHost
-from ..ssh.link.host_link import HostLink
-from ..ssh.link.remote_shell import connecting_command
+from ..ssh.host import HostConnections, RemoteHost, RemoteJobSpec
+from ..ssh.host_link import HostLink
+from ..ssh.remote_shell import connecting_command
 from ..supervise.job_loop import HostReports, Outcome
 from ..supervise.process import Reaper
 from .placing import PlacedJob, chosen_variables, command_there, find_hosts, host_setup, variables_there
@@ -96,8 +96,8 @@ class ElasticHosts:
         """
         self._find, self._command_for, self._here = find, command_for, here
         self._is_spread: bool | None = None
-        self._connections = Connections(work)
-        self._hosts: dict[str, SshHost] = {}
+        self._connections = HostConnections(work)
+        self._hosts: dict[str, RemoteHost] = {}
         """The latest connection to each."""
         self._count: dict[str, int] = {}
         """How often each was connected to."""
@@ -134,7 +134,7 @@ class ElasticHosts:
         self._connections.close()
         self._here.close()
 
-    def _peers_of(self, host: SshHost) -> Sequence[str] | None:
+    def _peers_of(self, host: RemoteHost) -> Sequence[str] | None:
         """Return addresses that `host` has to reach; None: wait for others, which are being connected to.
 
         A host elsewhere can take the way to the launcher. This machine cannot: it has to know another one.

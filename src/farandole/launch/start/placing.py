@@ -39,8 +39,8 @@ from ..job.placement import (
     ranks_per_node,
     threads_per_rank,
 )
-from ..ssh.link.frames import MOST_BYTES
-from ..ssh.link.remote_shell import HostSetup, SshOptions, check_name, connecting_command
+from ..ssh.frames import MOST_BYTES
+from ..ssh.remote_shell import HostSetup, SshOptions, check_name, connecting_command
 from .request import JobRequest, RemoteOptions
 
 

@@ -19,7 +19,7 @@ from ..elastic.options import ElasticOptions
 from ..job.contract import GRACE_SECONDS
 from ..job.hosts import HostSlots
 from ..output import OWN_STYLE, OutputStyle
-from ..ssh.link.remote_shell import SshOptions
+from ..ssh.remote_shell import SshOptions
 from ..supervise.job_loop import Outcome
 
 # The command that a job starts, checked before any process exists.

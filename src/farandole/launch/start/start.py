@@ -41,8 +41,8 @@ from ..job.run_directory import make_run_directory, write_run
 from ..output import Output
 from ..schedulers.ray import RayActors, RayJob, RayRequest, cluster
 from ..schedulers.submission import SubmitSpec
-from ..supervise.fixed_job import Supervisor
 from ..supervise.job_loop import Outcome
+from ..supervise.ranks import Supervisor
 from ..supervise.stacks import read_current_stacks
 from .placing import (
     PlacedJob,
@@ -89,8 +89,7 @@ def start_job(placed: PlacedJob, *, status: Status = no_status) -> tuple[Outcome
 
 
 def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
-    from ..ssh.host import RemoteJobSpec
-    from ..ssh.job import HostPlaces, RemoteJob
+    from ..ssh.host import HostPlaces, RemoteJob, RemoteJobSpec
 
     request, size = placed.request, len(placed.places)
     variables = variables_there(request)

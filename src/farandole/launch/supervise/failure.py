@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -283,6 +284,47 @@ def _signal_name(number: int) -> str:
         return f"{number} ({signal.Signals(number).name})"
     except ValueError:
         return str(number)
+
+
+# Why a job of many hosts stopped: a rank's failure, or the loss of a host as a whole.
+#
+# [Note: cause across hosts] A host that is lost makes the ranks of other hosts fail, within milliseconds or
+# much later, and the news of its loss comes last. So an exception that only tells of another rank is not
+# believed while a host is suspiciously silent; and a loss counts from the moment the host fell silent.
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A host that failed as a whole."""
+
+    host: str
+    when_seconds: float
+    failure: HostFailure
+    ranks: tuple[int, ...] = ()
+    """Those that were running there."""
+
+
+def find_cause(
+    exits: Sequence[Exit], crashes: Sequence[Crash], losses: Sequence[Loss], stop_seconds: float
+) -> Failure | None:
+    """Return the first cause; None when nothing failed. See [Note: cause across hosts]."""
+    suspects = find_suspects(exits, crashes)
+    first = min(losses, key=lambda loss: loss.when_seconds, default=None)
+    if first is not None and (not suspects or (0, first.when_seconds) < suspects[0].order):
+        return _of_loss(first, exits, crashes, stop_seconds)
+    return find_failure(exits, crashes, host=socket.gethostname(), stop_seconds=stop_seconds) if suspects else None
+
+
+def _of_loss(loss: Loss, exits: Sequence[Exit], crashes: Sequence[Crash], stop_seconds: float) -> Failure:
+    also = tuple(suspect.exit.rank for suspect in find_suspects(exits, crashes))
+    stopped = {ended.rank for ended in exits if ended.code != 0} - set(also)
+    failure, is_ours = loss.failure, loss.failure.is_ours
+    running = f" (ranks {', '.join(map(str, loss.ranks))} ran there)" if loss.ranks and not is_ours else ""
+    return Failure(
+        None, "" if is_ours else loss.host, f"{failure.cause}{running}", failure.exit_code,
+        also_failed=tuple(sorted(also)), stopped=tuple(sorted(stopped)), stop_seconds=stop_seconds,
+        remedy=failure.remedy,
+    )  # fmt: skip
 
 
 # What to change where a script ends with an error of torch that says what is wrong, but not what to do.

@@ -29,7 +29,8 @@ from ...core.framing import FrameError
 from ...core.vocabulary.run_files import Crash
 from ..job.contract import JobSpec
 from ..output import Output
-from .failure import Exit, Failure, HostFailure
+from .failure import Exit, Failure, HostFailure, Loss, find_cause, find_suspects, is_explained, is_hang
+from .stacks import STACKS_SECONDS
 
 if TYPE_CHECKING:
     from ...core.failures import Position
@@ -146,7 +147,7 @@ class HostTable:
         self.names: dict[JobHost, set[str]] = {}
         """The names that each goes by."""
         self.where: dict[int, JobHost] = {}
-        """Of those that have not ended."""
+        """What has not ended is here."""
         self._selector = selector
 
     def add(self, host: JobHost, name: str = "", numbers: Iterable[int] = ()) -> None:
@@ -417,3 +418,93 @@ class JobLoop:
         else:
             self._deadlines = [(now, signal.SIGTERM)]
         self._deadlines.append((min(now + self._end_seconds, is_due), signal.SIGKILL))
+
+
+# A job of fixed ranks, wherever they run: all are stopped when one fails, once the first cause is known.
+
+
+SETTLE_SECONDS = 0.15
+"""After the first failure: the accounts of ranks that failed for the same reason arrive."""
+UNEXPLAINED_SECONDS = 1.0
+"""The same as long as no rank has said more than that another is gone: that one may take its time to end."""
+
+
+class FixedJob(JobLoop):
+    """Decides when the ranks are stopped, and names the cause. Subclasses start them."""
+
+    def __init__(self, output: Output, job: JobSpec, status: Callable[[], str | None] = lambda: None) -> None:
+        """`status` returns the latest line of progress, None when there is none."""
+        super().__init__(output, job, status)
+        self._exits: list[Exit] = []
+        self._losses: list[Loss] = []
+        self._missed: set[int] = set()
+        """Ranks that were killed, and without which the others go on."""
+        self._failed_at: float | None = None
+
+    def _has_ended(self, exited: Exit) -> None:
+        self._exits.append(exited)
+
+    def _has_lost(self, names: set[str], running: list[int], failure: HostFailure) -> None:
+        when = time.monotonic() if failure.when_seconds is None else failure.when_seconds
+        self._losses += [Loss(name, when, failure, tuple(sorted(running))) for name in sorted(names)]
+
+    @property
+    def _is_ending(self) -> bool:
+        return bool(self._signals) or self._failed_at is not None or not self.hosts.names
+
+    # -- deciding --------------------------------------------------------------------------------
+
+    def _decide(self, now: float) -> None:
+        if self._signals:
+            return
+        if self._failed_at is not None:
+            if self._is_explained():
+                self._stop_sooner(self._failed_at + SETTLE_SECONDS)
+        elif self._has_failed(now):
+            self._failed_at = now
+            self.output.hide_tracebacks()  # the report has that of the cause
+            self._stop_after(now + self._settle_seconds())
+
+    def _has_failed(self, now: float) -> bool:
+        if self._losses or any(not crash.consequence for crash in self._crashes.values()):
+            return True
+        suspects = find_suspects(self._judged(), self._accounts())
+        return bool(suspects) and not (suspects[0].is_consequence and self._may_be_a_host(now))
+
+    def _may_be_a_host(self, now: float) -> bool:
+        """Return whether a host is suspiciously silent. See [Note: cause across hosts]."""
+        return False
+
+    def _judged(self) -> list[Exit]:
+        """Return the ends of ranks but those that the job goes on without."""
+        if self._job.outlives_ranks and self._failed_at is None and not self._stopping:
+            for ended in self._exits:
+                may_miss = ended.rank > 0 and not ended.is_missed and ended.rank not in self._missed
+                if ended.failed and ended.code < 0 and may_miss:
+                    self._missed.add(ended.rank)
+                    name = signal.Signals(-ended.code).name
+                    self.say(f"rank {ended.rank} was killed by {name}: the others go on without it")
+        return [ended for ended in self._exits if ended.rank not in self._missed]
+
+    def _accounts(self) -> list[Crash]:
+        return list(self._crashes.values())
+
+    def _settle_seconds(self) -> float:
+        """Return how long the other ranks get before they are stopped."""
+        if self._losses:
+            return 0.0  # a host that was lost has no more to say, and what it took along can only fail
+        if is_hang(self._judged(), self._accounts()):
+            for host in self.hosts.names:
+                host.take_stacks()
+            return STACKS_SECONDS
+        return SETTLE_SECONDS if self._is_explained() else UNEXPLAINED_SECONDS
+
+    def _is_explained(self) -> bool:
+        """Return whether nothing more has to be waited for."""
+        judged, accounts = self._judged(), self._accounts()
+        return (bool(self._losses) or is_explained(judged, accounts)) and not is_hang(judged, accounts)
+
+    def _outcome(self, seconds: float) -> Outcome:
+        stop_seconds = 0.0 if self._failed_at is None else time.monotonic() - self._failed_at
+        failure = find_cause(self._judged(), self._accounts(), self._losses, stop_seconds)
+        return Outcome(0 if failure is None else failure.exit_code, seconds, failure)

@@ -10,23 +10,26 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...core.host.process_status import raise_descriptor_limit
 from ...core.vocabulary.run_files import Crash, JobLock, events_path, is_dispensable, read_crashes, stacks_path
 from ...core.vocabulary.text import name_ranks
 from ..job.contract import JobSpec, RankSpec, rank_environment
-from .failure import Exit, out_of_memory_kills
+from ..job.placement import is_in_use
+from ..output import Output
+from .failure import Exit, account_of_leaving, out_of_memory_kills
+from .job_loop import FixedJob, Outcome, Reports
 from .process import RankProcess, Reaper, start_rank
 from .stacks import StackTaker
 from .stopped_process import FrozenWatch, stat_of
 
 if TYPE_CHECKING:
     from ...core.failures import Position
-    from .job_loop import Reports
 
 CRASH_POLL_SECONDS = 0.1
 """How often to look for the account of a crash: a dying rank leaves it long before its process is gone."""
@@ -205,6 +208,69 @@ class HostRanks:
         self._stack_taker.close()
         self._lock.close()
         self._selector.close()
+
+
+MEETING_POLL_SECONDS = 0.5
+"""How often to look whether the ranks have met, until they have."""
+
+
+class Supervisor(FixedJob):
+    """Runs one command as the ranks in `places`, all on this machine."""
+
+    def __init__(
+        self, command: Sequence[str], places: Sequence[RankSpec], job: JobSpec, output: Output,
+        environment: Mapping[str, str], *, status: Callable[[], str | None] = lambda: None,
+    ) -> None:  # fmt: skip
+        super().__init__(output, job, status)
+        raise_descriptor_limit()
+        self._places = places
+        self.ranks = HostRanks(command, job, environment, self)
+        self._leavers = LeaverWatch(job.run_directory)
+        self._has_met = False
+        self._next_look_for_meeting = 0.0
+
+    def _begin(self, at_last: ExitStack) -> None:
+        self.ranks.reaper = Reaper(say=self.say)
+        at_last.callback(self.ranks.reaper.dismiss)
+        self.hosts.add(self.ranks, numbers=[place.rank for place in self._places])
+        for place in self._places:
+            self.ranks.start_rank(place)
+
+    def _is_late(self, now: float) -> bool:
+        return False  # a process that this kernel does not end is waited for
+
+    def _decide(self, now: float) -> None:
+        if not self._stopping:
+            self._look_for_leavers(now)
+            self._look_for_meeting(now)
+        super()._decide(now)
+
+    def _look_for_leavers(self, now: float) -> None:
+        """Say when a rank has ended well and others wait for it; leave an account when they wait in vain."""
+        found = self._leavers.look(now, self._exits, self.ranks.processes())
+        if found is None:
+            return
+        if found.is_missed:
+            left = next(ended for ended in self._exits if ended.rank == found.rank)
+            who = f"and {name_ranks(found.waiting)} waited for it in fd.init"
+            account = account_of_leaving(left, who_waits=who)
+            account.write(self._job.run_directory)
+            self.crashed(account)
+        else:
+            self.say(found.to_text())
+
+    def _look_for_meeting(self, now: float) -> None:
+        """See whether ranks meet at the job's port, as `fd.init` and torch.distributed do."""
+        if self._has_met or now < self._next_look_for_meeting:
+            return
+        self._next_look_for_meeting = now + MEETING_POLL_SECONDS
+        self._has_met = any(is_in_use(self._job.port, process) for process in self.ranks.processes().values())
+
+    def _outcome(self, seconds: float) -> Outcome:
+        return replace(super()._outcome(seconds), has_met=self._has_met or is_in_use(self._job.port))
+
+    def _before_signals(self) -> None:
+        self.stood(self.ranks.note_positions())
 
 
 # Ranks that end well while others still wait for them.

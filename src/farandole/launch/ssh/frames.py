@@ -11,9 +11,9 @@ import threading
 import time
 from typing import Any
 
-from ....core.framing import FrameBuffer, FrameError, pack_frame, pack_json
-from ....core.vocabulary.errors import LaunchError
-from ...supervise.stopped_process import FailureDetector
+from ...core.framing import FrameBuffer, FrameError, pack_frame, pack_json
+from ...core.vocabulary.errors import LaunchError
+from ..supervise.stopped_process import FailureDetector
 
 MOST_BYTES = 1 << 20
 """Largest frame. A longer one does not come from a farandole."""

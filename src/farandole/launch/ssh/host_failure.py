@@ -13,10 +13,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ....core.framing import FrameError
-from ....core.vocabulary.errors import ConfigError
-from ....core.vocabulary.text import elsewhere_remedy
-from ...supervise.failure import HostFailure
+from ...core.framing import FrameError
+from ...core.vocabulary.errors import ConfigError
+from ...core.vocabulary.text import elsewhere_remedy
+from ..supervise.failure import HostFailure
 from .frames import SILENCE_SECONDS, Message
 from .host_link import HostLink
 from .protocol import START_SECONDS, SUSPECT_SECONDS, TOKEN_FILE, differences, own_versions

@@ -13,8 +13,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ....core.vocabulary.errors import ConfigError
-from ...job.hosts import Host, LocalHost, is_ipv6
+from ...core.vocabulary.errors import ConfigError
+from ..job.hosts import Host, LocalHost, is_ipv6
 
 CONNECT_SECONDS = 10
 # Letters, digits, dots, hyphens, underscores; never a hyphen first, which ssh would take for an option.

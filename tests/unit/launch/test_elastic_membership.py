@@ -1,4 +1,4 @@
-"""The roster: what happens to an elastic job, without processes and with a clock of our own."""
+"""The members: what happens to an elastic job, without processes and with a clock of our own."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from farandole.launch.elastic.membership import Blacklist, Kill, Membership, Order, Say, Start, Stop, Tell
 from farandole.launch.elastic.options import ElasticOptions
-from farandole.launch.elastic.roster import Blacklist, ElasticState, Kill, Order, Say, Start, Stop, Tell
 
 
 class Job:
-    """A roster, and what it ordered."""
+    """The members, and what it ordered."""
 
     def __init__(self, hosts: dict[str, int], *, min_ranks: int = 1, **options: object) -> None:
         limits = ElasticOptions(min_ranks=min_ranks, **options)  # type: ignore[arg-type]
-        self.roster = ElasticState(limits, Blacklist(limits.cooldown_range_seconds, random.Random(0)), 0.0)
+        self.membership = Membership(limits, Blacklist(limits.cooldown_range_seconds, random.Random(0)), 0.0)
         self.now = 0.0
         self.started: list[tuple[int, str]] = []
         self.stop: Stop | None = None
         self.killed: list[int] = []
         self.told: dict[int, list[dict[str, object]]] = {}
         self.said: list[str] = []
-        self.roster.hosts_are(hosts, self.now)
+        self.membership.hosts_are(hosts, self.now)
         self.turn()
 
     def turn(self, seconds: float = 0.0) -> None:
         self.now += seconds
-        while orders := self.roster.tick(self.now):
+        while orders := self.membership.tick(self.now):
             for order in orders:
                 self.obey(order)
 
@@ -50,12 +50,12 @@ class Job:
 
     def ready(self, *numbers: int, progress: int = 0) -> None:
         for number in numbers:
-            self.roster.is_ready(number, progress=progress, address="h", port=1000 + number, now=self.now)
+            self.membership.is_ready(number, progress=progress, address="h", port=1000 + number, now=self.now)
         self.turn()
 
     def dies(self, *numbers: int) -> None:
         for number in numbers:
-            self.roster.has_ended(number, well=False, why="killed", now=self.now)
+            self.membership.has_ended(number, well=False, why="killed", now=self.now)
         self.turn()
 
     @property
@@ -70,7 +70,7 @@ class Job:
         found = {}
         for number, frames in self.told.items():
             frame = next((f for f in reversed(frames) if f["type"] == "assignment"), None)
-            if frame is not None and frame["generation"] == self.roster.current.number:
+            if frame is not None and frame["generation"] == self.membership.current.number:
                 found[number] = frame["rank"]
         return found  # type: ignore[return-value]
 
@@ -80,7 +80,7 @@ def trained(hosts: dict[str, int], **options: object) -> Job:
     job = Job(hosts, **options)  # type: ignore[arg-type]
     job.ready(*range(len(job.started)), progress=-1)
     for number, _ in job.started:
-        job.roster.has_progressed(number, 2)
+        job.membership.has_progressed(number, 2)
     return job
 
 
@@ -110,19 +110,19 @@ def test_a_death_frees_all_survivors_and_the_newest_state_becomes_rank_0() -> No
 
 def test_a_failed_exchange_frees_everybody_once() -> None:
     job = trained({"a": 3})
-    job.roster.has_failed(1, 1, "closed by peer", job.now)
-    job.roster.has_failed(2, 1, "closed by peer", job.now)
+    job.membership.has_failed(1, 1, "closed by peer", job.now)
+    job.membership.has_failed(2, 1, "closed by peer", job.now)
     job.turn()
     assert [[f["type"] for f in job.told[n]] for n in range(3)] == [["assignment", "leave"]] * 3
     job.ready(0, 1, 2, progress=2)
-    job.roster.has_failed(1, 1, "of the generation before", job.now)
+    job.membership.has_failed(1, 1, "of the generation before", job.now)
     job.turn()
     assert job.last(0)["type"] == "assignment"
 
 
 def test_new_hosts_are_announced_when_their_workers_are_ready() -> None:
     job = trained({"a": 2})
-    job.roster.hosts_are({"a": 2, "b": 1}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 1}, job.now)
     job.turn()
     assert job.started[-1] == (2, "b")
     assert job.last(0)["type"] == "assignment"
@@ -136,7 +136,7 @@ def test_new_hosts_are_announced_when_their_workers_are_ready() -> None:
 
 def test_a_removed_host_is_told_to_go_at_the_next_commit() -> None:
     job = trained({"a": 1, "b": 1})
-    job.roster.hosts_are({"a": 1}, job.now)
+    job.membership.hosts_are({"a": 1}, job.now)
     job.turn()
     assert job.last(0) == {"type": "hosts_updated", "kind": 1, "at": job.now}
     job.ready(0, 1, progress=3)
@@ -144,15 +144,15 @@ def test_a_removed_host_is_told_to_go_at_the_next_commit() -> None:
     assert job.ranks() == {0: 0}
     job.turn(11.0)
     assert job.killed == [1], "it had time to end by itself"
-    job.roster.has_ended(1, well=False, why="killed", now=job.now)
-    job.roster.has_ended(0, well=True, why="", now=job.now)
+    job.membership.has_ended(1, well=False, why="killed", now=job.now)
+    job.membership.has_ended(0, well=True, why="", now=job.now)
     job.turn()
     assert job.stop == Stop(True)
 
 
 def test_hosts_that_are_all_replaced_hand_the_state_over() -> None:
     job = trained({"a": 1})
-    job.roster.hosts_are({"b": 1}, job.now)
+    job.membership.hosts_are({"b": 1}, job.now)
     job.turn()
     assert job.started[-1] == (1, "b")
     job.ready(1, progress=-1)
@@ -160,7 +160,7 @@ def test_hosts_that_are_all_replaced_hand_the_state_over() -> None:
     assert job.ranks() == {0: 0, 1: 1}
     job.turn()
     assert job.last(0)["type"] == "assignment"
-    job.roster.has_progressed(1, 3)
+    job.membership.has_progressed(1, 3)
     job.turn()
     assert job.last(0)["type"] == "hosts_updated"
     job.ready(0, 1, progress=4)
@@ -185,7 +185,7 @@ def test_a_host_in_time_ends_the_wait() -> None:
     job.dies(1)
     job.ready(0, progress=2)
     job.turn(3.0)
-    job.roster.hosts_are({"a": 2, "b": 1}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 1}, job.now)
     job.turn()
     job.ready(2, progress=-1)
     assert job.ranks() == {0: 0, 2: 1}
@@ -212,7 +212,7 @@ def test_the_reset_limit() -> None:
     job = trained({"a": 4}, reset_limit=1)
     job.dies(3)
     job.ready(0, 1, 2, progress=2)
-    assert job.roster.current.number == 2
+    assert job.membership.current.number == 2
     job.dies(2)
     job.ready(0, 1, progress=2)
     assert job.stop == Stop(
@@ -230,7 +230,7 @@ def test_all_members_failed(cooldown: tuple[int, int] | None) -> None:
 
 def test_new_workers_do_not_go_on_without_the_state() -> None:
     job = trained({"a": 1})
-    job.roster.hosts_are({"a": 1, "b": 1}, job.now)
+    job.membership.hosts_are({"a": 1, "b": 1}, job.now)
     job.turn()
     job.ready(1, progress=-1)
     job.dies(0)
@@ -240,8 +240,8 @@ def test_new_workers_do_not_go_on_without_the_state() -> None:
 def test_before_the_first_commit_nothing_is_lost() -> None:
     job = Job({"a": 1})
     job.ready(0, progress=-1)
-    job.roster.has_progressed(0, 0)
-    job.roster.hosts_are({"a": 1, "b": 1}, job.now)
+    job.membership.has_progressed(0, 0)
+    job.membership.hosts_are({"a": 1, "b": 1}, job.now)
     job.turn()
     job.ready(1, progress=-1)
     job.dies(0)
@@ -259,7 +259,7 @@ def test_workers_that_fail_before_the_first_generation() -> None:
 def test_the_workers_of_a_new_host_are_one_reset() -> None:
     """However long the second of them takes to start; a host that goes meanwhile does not wait for it."""
     job = trained({"a": 2}, elastic_timeout_seconds=100.0, reset_limit=1)
-    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 2}, job.now)
     job.turn()
     assert job.started[2:] == [(2, "b"), (3, "b")]
     job.ready(2, progress=-1)
@@ -268,7 +268,7 @@ def test_the_workers_of_a_new_host_are_one_reset() -> None:
     job.ready(3, progress=-1)
     asked = {"type": "hosts_updated", "kind": 2, "at": job.now}
     assert job.last(0) == asked
-    job.roster.hosts_are({"a": 2, "b": 2, "c": 1}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 2, "c": 1}, job.now)
     job.turn(1.0)
     assert job.started[-1] == (4, "c")
     assert job.last(0) == asked, "and they are asked once"
@@ -279,14 +279,14 @@ def test_the_workers_of_a_new_host_are_one_reset() -> None:
 
 def test_one_that_never_starts_holds_its_neighbours_back_for_a_while_only() -> None:
     job = trained({"a": 2}, elastic_timeout_seconds=100.0)
-    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 2}, job.now)
     job.turn()
     job.ready(2, progress=-1)
-    job.roster.hosts_are({"a": 1, "b": 2}, job.now)
+    job.membership.hosts_are({"a": 1, "b": 2}, job.now)
     job.turn()
     assert job.last(0) == {"type": "hosts_updated", "kind": 1, "at": job.now}, "a slot is gone"
     job = trained({"a": 2}, elastic_timeout_seconds=100.0)
-    job.roster.hosts_are({"a": 2, "b": 2}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 2}, job.now)
     job.turn()
     job.ready(2, progress=-1)
     job.turn(100.0)
@@ -295,17 +295,17 @@ def test_one_that_never_starts_holds_its_neighbours_back_for_a_while_only() -> N
 
 def test_one_success_ends_the_job_and_no_generation_follows() -> None:
     job = trained({"a": 2})
-    job.roster.hosts_are({"a": 2, "b": 1}, job.now)
+    job.membership.hosts_are({"a": 2, "b": 1}, job.now)
     job.turn()
-    job.roster.has_ended(0, well=True, why="", now=job.now)
-    job.roster.hosts_are({"a": 2, "b": 3}, job.now)
+    job.membership.has_ended(0, well=True, why="", now=job.now)
+    job.membership.hosts_are({"a": 2, "b": 3}, job.now)
     job.turn()
     assert len(job.started) == 3
     job.ready(2, progress=-1)
-    job.roster.has_ended(1, well=True, why="", now=job.now)
+    job.membership.has_ended(1, well=True, why="", now=job.now)
     job.turn()
     assert job.killed == [2], "it came when the job was over"
-    job.roster.has_ended(2, well=False, why="killed", now=job.now)
+    job.membership.has_ended(2, well=False, why="killed", now=job.now)
     job.turn()
     assert job.stop == Stop(True)
 
@@ -314,11 +314,11 @@ def test_one_success_ends_the_job_and_no_generation_follows() -> None:
 def test_a_success_that_leaves_others_behind_is_a_failure(generation: int) -> None:
     """One ends with exit code 0 while the others train, or before they have met: nothing was trained."""
     job = trained({"a": 3}) if generation else Job({"a": 3})
-    job.roster.has_ended(1, well=True, why="", now=job.now)
+    job.membership.has_ended(1, well=True, why="", now=job.now)
     job.ready(0, 2)
     assert job.killed == [0, 2]
     for number in (0, 2):
-        job.roster.has_ended(number, well=False, why="killed", now=job.now)
+        job.membership.has_ended(number, well=False, why="killed", now=job.now)
     job.turn()
     assert job.stop is not None
     assert not job.stop.succeeded
@@ -331,7 +331,7 @@ def test_a_success_that_leaves_others_behind_is_a_failure(generation: int) -> No
 def test_a_failure_beside_a_success_is_a_failure(success_first: bool) -> None:
     job = trained({"a": 2})
     for number in (0, 1) if success_first else (1, 0):
-        job.roster.has_ended(number, well=number == 0, why="exit code 1", now=job.now)
+        job.membership.has_ended(number, well=number == 0, why="exit code 1", now=job.now)
     job.turn()
     assert job.stop == Stop(False)
 
@@ -355,7 +355,7 @@ class _Walk:
 
     def step(self) -> None:
         job, chance = self.job, self.chance
-        workers = [w for w in job.roster.workers.values() if w.state != "ended"]
+        workers = [w for w in job.membership.workers.values() if w.state != "ended"]
         event = chance.random()
         if event < 0.55:
             for worker in workers:
@@ -364,26 +364,26 @@ class _Walk:
                 )
                 if wants and chance.random() < 0.7:
                     job.ready(worker.number, progress=worker.progress)
-        elif event < 0.7 and job.roster.current.broken_at is None:
+        elif event < 0.7 and job.membership.current.broken_at is None:
             for worker in workers:
                 if worker.state == "member":
-                    job.roster.has_progressed(worker.number, max(job.roster.best_progress, 0) + 1)
+                    job.membership.has_progressed(worker.number, max(job.membership.best_progress, 0) + 1)
                     break
             for worker in workers:
                 if worker.state == "member":
-                    job.roster.has_progressed(worker.number, job.roster.best_progress)
+                    job.membership.has_progressed(worker.number, job.membership.best_progress)
         elif event < 0.8 and workers:
             job.dies(chance.choice(workers).number)
         elif event < 0.9:
-            job.roster.hosts_are({h: chance.randint(1, 2) for h in "abc" if chance.random() < 0.7}, job.now)
+            job.membership.hosts_are({h: chance.randint(1, 2) for h in "abc" if chance.random() < 0.7}, job.now)
         job.turn(chance.random() * 2)
 
     def check(self) -> None:
-        roster = self.job.roster
+        membership = self.job.membership
         ranks = self.job.ranks()
         assert sorted(ranks.values()) == list(range(len(ranks)))
-        training = {worker.number for worker in roster.workers.values() if worker.state == "member"}
-        assert training <= set(roster.current.members)
+        training = {worker.number for worker in membership.workers.values() if worker.state == "member"}
+        assert training <= set(membership.current.members)
 
 
 @settings(max_examples=60)
@@ -396,8 +396,8 @@ def test_any_history_keeps_the_ranks_in_order_and_comes_to_an_end(seed: int) -> 
         walk.check()
     if not job.is_over:
         # Whatever happened: when no host is left and the last worker dies, the job ends, and once.
-        job.roster.hosts_are({}, job.now)
-        for worker in list(job.roster.workers.values()):
+        job.membership.hosts_are({}, job.now)
+        for worker in list(job.membership.workers.values()):
             if worker.state != "ended":
                 job.dies(worker.number)
         job.turn(31.0)
@@ -408,9 +408,9 @@ def test_any_history_keeps_the_ranks_in_order_and_comes_to_an_end(seed: int) -> 
 def test_a_lost_host_is_one_failure_and_breaks_the_generation() -> None:
     job = Job({"a": 1, "b": 3}, cooldown_range_seconds=(1, 100))
     job.ready(0, 1, 2, 3)
-    job.roster.host_is_lost("b", "no sign of life", job.now)
+    job.membership.host_is_lost("b", "no sign of life", job.now)
     job.turn()
-    assert job.roster.blacklist.failures("b") == 1
+    assert job.membership.blacklist.failures("b") == 1
     assert job.last(0)["type"] == "leave"
     assert re.fullmatch(r"host b is lost: no sign of life; no new workers there for \d\.\d s", job.said[-1])
     job.ready(0)
@@ -422,11 +422,11 @@ def test_a_lost_host_is_one_failure_and_breaks_the_generation() -> None:
 
 def test_a_host_that_was_never_reached_is_no_loss_to_those_that_train() -> None:
     job = Job({"a": 1, "b": 1})
-    job.roster.host_is_lost("b", "its name is not known here", job.now)
+    job.membership.host_is_lost("b", "its name is not known here", job.now)
     job.ready(0)
     assert job.ranks() == {0: 0}
     assert not [frame for frame in job.told[0] if frame["type"] == "leave"]
-    job.roster.has_ended(0, well=True, why="", now=job.now)
+    job.membership.has_ended(0, well=True, why="", now=job.now)
     job.turn()
     assert job.stop == Stop(True)
 
@@ -434,9 +434,9 @@ def test_a_host_that_was_never_reached_is_no_loss_to_those_that_train() -> None:
 def test_a_job_that_ends_waits_for_no_lost_host() -> None:
     job = Job({"a": 1, "b": 1})
     job.ready(0, 1)
-    job.roster.has_ended(0, well=True, why="", now=job.now)
+    job.membership.has_ended(0, well=True, why="", now=job.now)
     job.turn()
     assert not job.is_over
-    job.roster.host_is_lost("b", "no sign of life", job.now)
+    job.membership.host_is_lost("b", "no sign of life", job.now)
     job.turn()
     assert job.stop == Stop(False), "a member was lost"

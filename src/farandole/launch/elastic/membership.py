@@ -1,7 +1,7 @@
 """The state machine of an elastic job: its workers, and the next orders. No process and no socket here.
 
-The driver tells the roster what happened (hosts changed, a worker is ready, failed or has ended) and calls
-`tick`; the roster answers with orders. Time is given by the caller.
+`ElasticJob` tells the membership what happened (hosts changed, a worker is ready, failed or has ended) and calls
+`tick`; it answers with orders. Time is given by the caller.
 
 [Note: a generation] Workers that say they are ready wait. When no worker trains, those that wait become
 the next generation: each is told its rank and where to meet rank 0. A generation ends in one of two ways.
@@ -23,13 +23,58 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from ..job.contract import RankSpec
 from ..job.hosts import HostSlots
 from ..job.placement import assign_ranks
-from .control import NO_STATE, Generation, State, Worker
+from .control import NO_STATE
 from .options import ElasticOptions
+
+# The workers of an elastic job, and the generation of ranks that some of them form.
+
+
+State = Literal["starting", "ready", "member", "removed", "ended"]
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process of the job; numbers are never used again."""
+
+    number: int
+    """Lower numbers were started earlier."""
+    host: str
+    progress: int = NO_STATE
+    """Commits made by the job up to the state it holds."""
+    started_at: float = 0.0
+    state: State = "starting"
+    address: str = ""
+    port: int = 0
+    """Where it offers to be met as rank 0; valid while it is ready."""
+    has_trained: bool = False
+    """Whether it ever was in a generation."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it counts: it runs and is not on its way out."""
+        return self.state in ("starting", "ready", "member")
+
+
+@dataclass(eq=False)
+class Generation:
+    """One generation of ranks, from its assignment to the next one."""
+
+    number: int = 0
+    """0: none was formed yet."""
+    members: tuple[int, ...] = ()
+    """Workers by rank."""
+    lost_members: int = 0
+    """Members that have failed."""
+    broken_at: float | None = None
+    """When its members were told to leave; None: they were not."""
+    asked: frozenset[int] | None = None
+    """The members of the next one, as these were last told; None: they were told nothing."""
+
 
 # Which hosts could not reach each other, by generation. No process and no socket here.
 
@@ -91,8 +136,8 @@ _STATE_LOST = "every worker that had the state of the job has failed"
 
 
 @dataclass(eq=False)
-class ElasticState:
-    """The state of one elastic job."""
+class Membership:
+    """The members of one elastic job, and those who may become members."""
 
     options: ElasticOptions
     blacklist: Blacklist
@@ -409,7 +454,7 @@ def _name(workers: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Membership:
+class NextMembers:
     """Who stays and who goes."""
 
     members: tuple[Worker, ...]
@@ -417,7 +462,7 @@ class Membership:
     """Their host, or their slot on it, is no longer there."""
 
 
-def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None) -> Membership:
+def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None) -> NextMembers:
     """Choose the members among `workers`: at most a host's slots on each host, at most `max_ranks` in all.
 
     When only workers that should leave hold the state, the best of them stays for one more generation.
@@ -437,8 +482,8 @@ def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int
         kept, *leaving = leaving
         if max_ranks is not None and len(members) >= max_ranks:
             leaving.append(members.pop())
-        return Membership((*members, kept), tuple(leaving))
-    return Membership(tuple(members), tuple(leaving))
+        return NextMembers((*members, kept), tuple(leaving))
+    return NextMembers(tuple(members), tuple(leaving))
 
 
 def assign(members: Collection[Worker]) -> dict[int, RankSpec]:
@@ -527,7 +572,7 @@ class Blacklist:
         return self._failures.get(host, 0)
 
 
-# What the roster orders, and the driver does.
+# What the membership orders, and the job does.
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Literal
 
 import farandole
 
-from ....core.vocabulary.errors import LaunchError
-from ...supervise.process import dying_with_us, end_group, has_ended
+from ...core.vocabulary.errors import LaunchError
+from ..supervise.process import dying_with_us, end_group, has_ended
 from .frames import Channel, Message
 from .remote_shell import HostSetup
 

@@ -38,11 +38,11 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from ....core.host.installed import head_commit
-from ....core.vocabulary.run_files import Crash
-from ....version import VERSION
-from ...job.contract import JobSpec, RankSpec
-from ...supervise.stopped_process import OwnPauses
+from ...core.host.installed import head_commit
+from ...core.vocabulary.run_files import Crash
+from ...version import VERSION
+from ..job.contract import JobSpec, RankSpec
+from ..supervise.stopped_process import OwnPauses
 from .frames import BEAT, SILENCE_SECONDS
 from .host_link import HostLink
 
