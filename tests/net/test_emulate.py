@@ -211,6 +211,17 @@ def test_hosts_by_name_in_any_order_with_unequal_slots(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_ranks_of_emulated_hosts_begin_again(tmp_path: Path) -> None:
+    text = "import os, socket; generation = os.environ['FARANDOLE_GENERATION']\n"
+    text += "generation == '0' and os.environ['RANK'] == '1' and os.kill(os.getpid(), 9)\n"
+    text += "print(generation, socket.gethostname())"
+    words = ["farandole", "run", "--restarts", "1", "--quiet", "--", sys.executable, "-S", "-c", text]
+    result = run(tmp_path, "emulate", "--hosts", "2", "--", *words)
+    assert result.returncode == 0, result.stderr
+    assert {"[0] 1 host0", "[1] 1 host1"} <= set(result.stdout.splitlines())
+    assert "rank 1 on host1 failed: killed by signal 9" in result.stderr
+
+
 @pytest.mark.full("further")
 @pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
 def test_a_link_is_as_slow_as_it_should_be_and_bytes_are_counted(

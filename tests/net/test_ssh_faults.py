@@ -254,6 +254,61 @@ def sessions(hosts: Cluster) -> list[psutil.Process]:
     return [each for server in hosts.servers for each in psutil.Process(server.pid).children(recursive=True)]
 
 
+# In its first generation a rank waits for the fault, in the next it is done.
+AGAIN = """
+import os, pathlib, time
+rank, generation = os.environ["RANK"], os.environ["FARANDOLE_GENERATION"]
+print("generation", generation, "of", os.environ["WORLD_SIZE"], os.environ["FARANDOLE_SECRET"], flush=True)
+aside = pathlib.Path(f".pids.{rank}")
+aside.write_text(str(os.getpid()))
+aside.rename(f"pids.{rank}")
+time.sleep(600 if generation == "0" else 0)
+"""
+
+
+@pytest.mark.gate_cases("ssh killed-2-2")
+@pytest.mark.parametrize(
+    ("name", "least", "then"),
+    [("ssh killed", 2, 2), ("sshd killed", 4, 4), ("host frozen", 2, 2), ("link cut", 1, 2), ("link cut", 3, 0)],
+)
+def test_a_job_begins_again_without_a_host_that_is_lost_where_it_may(
+    hosts: Cluster, tmp_path: Path, name: str, least: int, then: int
+) -> None:
+    """`then`: ranks of the second generation; 0: what is left is too little."""
+    options = ["--restarts", "3", "--min-np", str(least), "--no-bind", "--quiet", "--run-dir", "r"]
+    launcher = hosts.popen(
+        [*FARANDOLE, "run", "-H", "host0:1,host1:2,host2:1", *options, *hosts.options, "--",
+         sys.executable, "-S", script(tmp_path, AGAIN)],
+        cwd=tmp_path,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: len(pids_of(tmp_path)) == 4, 20, "the ranks did not start")
+        first = pids_of(tmp_path)
+        act = FAULTS[name].outside
+        assert act is not None
+        act(hosts, launcher)
+        out, err = launcher.communicate(timeout=40)
+        assert gone_within(first, STOP_SECONDS), "a rank of the first generation is left"
+    finally:
+        if name == "link cut":
+            hosts.network.restore(1)
+        launcher.kill()
+        launcher.communicate()
+        thaw(hosts)
+    secrets = dict(re.findall(r"generation (\d) of \d (\w+)", out))
+    assert len(re.findall("generation 1 of", out)) == then, (out, err)
+    if not then:
+        assert launcher.returncode == 1
+        assert "not started again: 2 slots are left, and the plan has no division for 3 (--min-np) to 2" in err
+        return
+    assert launcher.returncode == 0, err
+    assert f"restart 1 of 3, {then} ranks" in err
+    assert secrets["0"] != secrets["1"]
+    facts = json.loads((tmp_path / "r" / "run.json").read_text())
+    assert (facts["size"], facts["restarts"][0]["host"]) == (then, "host1")
+    wait_for(lambda: not sessions(hosts), 5, f"left: {sessions(hosts)}")
+
+
 @pytest.mark.full("slow")
 def test_a_network_that_is_away_for_two_seconds(hosts: Cluster, tmp_path: Path) -> None:
     text = 'import os, time\nopen(f"pids.{os.environ[\'RANK\']}", "w").write(str(os.getpid()))\n'

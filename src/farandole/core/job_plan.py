@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 
 from .env import own_environment, read_number, read_run_settings, read_seconds, read_switch, variables
 from .vocabulary.config import parse_settings
+from .vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
 from .vocabulary.errors import ConfigError, PlanError
+from .vocabulary.rules import check
 from .vocabulary.spec import Plan
 
 
@@ -220,3 +222,11 @@ def _plan_requests(environ: Mapping[str, str], shutdown_seconds: float) -> dict[
     if shutdown_seconds:
         request("timeout_seconds", shutdown_seconds, _SHUTDOWN)
     return requests
+
+
+def refuse_plan(plan: Plan | None, size: int | None) -> None:
+    """Raise `PlanError` for a plan that so many ranks cannot have. `size`: None where it is not known."""
+    if plan is not None and size is not None:
+        degrees = degrees_of(plan, size)
+        check({**vars(plan), **degrees.above_one()})
+        refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))

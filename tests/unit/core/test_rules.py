@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from farandole.cli.options.job_options import refuse_plan
+from farandole.core.job_plan import refuse_plan
 from farandole.core.vocabulary.errors import PlanError
 from farandole.core.vocabulary.rules import FACTS, RULES, Rule, allows, broken, check
 from farandole.core.vocabulary.spec import Plan

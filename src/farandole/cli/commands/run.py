@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...core.env import BACKEND, RECORD, VERBOSE, inherited_environment
-from ...core.job_plan import read_plan
+from ...core.job_plan import read_plan, refuse_plan
 from ...core.vocabulary.errors import ConfigError
 from ...core.vocabulary.rules import check
 from ...core.vocabulary.text import write_notice
@@ -22,7 +22,7 @@ from ...launch.job.contract import GRACE_SECONDS
 from ...launch.output import OutputStyle, PrefixName
 from ...launch.schedulers.submission import SCHEDULERS, SubmitSpec
 from ...launch.start.placing import PlacedJob, place_job
-from ...launch.start.request import JobRequest, RemoteOptions, read_command, script_label
+from ...launch.start.request import Ending, JobRequest, RemoteOptions, read_command, script_label
 from ...launch.start.start import no_status, start_job
 from ...launch.supervise.job_loop import Outcome
 from ...version import VERSION
@@ -41,7 +41,6 @@ from ..options.job_options import (
     add_job_options,
     add_record_option,
     read_request,
-    refuse_plan,
 )
 
 _MOST_GRACE_SECONDS = 86_400.0
@@ -51,6 +50,7 @@ _EXAMPLES = """\
   farandole run -np 4 --plan plan.toml --run-dir runs/first -- python train.py
   farandole run -np 4 --dry-run -- python train.py
   farandole run -np 4 --grace 120 -- python train_large.py
+  farandole run -np 4 --restarts 3 -- python train_with_checkpoints.py
   farandole run -np 8 -H a:4,b:4 -- python train.py
   farandole run -H a:4,b:4 --prelude 'source env.sh' -x MY_TOKEN -- python train.py
   farandole run -np 4 --as-horovod python train_with_horovod.py
@@ -75,6 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--grace", type=_grace, default=GRACE_SECONDS, metavar="SECONDS",
         help=f"time for the ranks to save and end after SIGTERM (default: {GRACE_SECONDS:g})",
+    )  # fmt: skip
+    made.add_argument(
+        "--restarts", "--max-restarts", type=_restarts, default=0, metavar="N",
+        help="start all ranks again when one has failed, at most N times, from the last checkpoint",
     )  # fmt: skip
     made.add_argument(
         "--as-horovod", action="store_true", help="resolve the script's `import horovod` to farandole.horovod"
@@ -146,9 +150,23 @@ def main(arguments: Sequence[str]) -> int:
         described = dry_run(placed)
         print(json.dumps(described.to_mapping()) if options.json else described.to_text())
         return 0
+    if request.ending.restarts:
+        _check_restarts(placed)
     if options.verbose:
         _say(_places(placed))
     return _end(options, start_job(placed, status=status))
+
+
+def _check_restarts(placed: PlacedJob) -> None:
+    """Refuse restarts that cannot be."""
+    if len(placed.places) < placed.places[0].size:
+        raise ConfigError(
+            "--restarts where each node starts its own ranks: one launcher has to start all of them",
+            remedy="leave it out, or name the hosts with -H or --hostfile",
+        )
+    least = placed.request.ending.least_ranks
+    if least is not None and not 1 <= least <= placed.size:
+        raise ConfigError(f"--min-np {least}: expected 1 to {placed.size}, the number of ranks")
 
 
 def _grace(text: str) -> float:
@@ -160,6 +178,13 @@ def _grace(text: str) -> float:
     if not 0 < seconds <= _MOST_GRACE_SECONDS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected seconds, more than 0 and at most 86400")
     return seconds
+
+
+def _restarts(text: str) -> int:
+    """Return a number as an option has it."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= 6):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a whole number, 0 or more")
+    return int(text)
 
 
 def _submit(options: argparse.Namespace, arguments: Sequence[str]) -> int:
@@ -217,7 +242,8 @@ def _read_request(options: argparse.Namespace, settings: HorovodSettings) -> Job
     directory = None if options.output_filename is None else Path(options.output_filename)
     prefix: PrefixName = "horovod with time" if options.prefix_output_with_timestamp else options.output_prefix
     style = OutputStyle(prefix, directory)
-    return replace(request, environment=environment, style=style, grace_seconds=options.grace)
+    ending = Ending(options.grace, options.restarts, options.min_ranks if options.restarts else None)
+    return replace(request, environment=environment, style=style, ending=ending)
 
 
 def _places(placed: PlacedJob) -> list[str]:
@@ -395,6 +421,11 @@ def read_submission(options: argparse.Namespace, arguments: Sequence[str]) -> Su
 
 
 def _refuse_elastic(options: argparse.Namespace) -> None:
+    if options.restarts:
+        raise ConfigError(
+            f"--restarts with --on {options.on}: ranks are started again here, over ssh and on emulated hosts",
+            remedy="leave it out: a scheduler has its own way, such as Slurm's --requeue",
+        )
     values = (options.min_ranks, options.max_ranks, options.host_discovery_script)
     for spelling, value in zip(_ELASTIC, values, strict=True):
         if value is not None:

@@ -145,14 +145,23 @@ def read_elastic_options(options: argparse.Namespace) -> ElasticOptions | None:
 
     Raises `ConfigError` for bounds that make no sense, and elastic options of a job that is not.
     """
-    if options.min_ranks is None and options.host_discovery_script is None:
+    is_fixed = options.restarts and options.host_discovery_script is None  # whose --min-np is another
+    if options.restarts and not is_fixed:
+        raise ConfigError(
+            "--restarts with --host-discovery-script: an elastic job goes on by itself",
+            remedy="leave one of them out: --reset-limit says how often it may",
+        )
+    if is_fixed or (options.min_ranks is None and options.host_discovery_script is None):
         for name in ("max_ranks", "elastic_timeout", "reset_limit", "cooldown"):
             if getattr(options, name) is not None:
                 spelling = {"max_ranks": "--max-np", "cooldown": "--blacklist-cooldown-range"}.get(
                     name, "--" + name.replace("_", "-")
                 )
                 raise ConfigError(
-                    f"{spelling} is for elastic jobs", remedy="add --min-np or --host-discovery-script"
+                    f"{spelling} is for elastic jobs",
+                    remedy="leave it out, or --restarts"
+                    if is_fixed
+                    else "add --min-np or --host-discovery-script",
                 )
         return None
     least = options.min_ranks if options.min_ranks is not None else options.size

@@ -6,10 +6,7 @@ import argparse
 from pathlib import Path
 
 from ...core.env import BACKENDS
-from ...core.job_plan import read_plan
-from ...core.vocabulary.degrees import OTHER_SAMPLES, degrees_of, refuse_shares
-from ...core.vocabulary.rules import check
-from ...core.vocabulary.spec import Plan
+from ...core.job_plan import read_plan, refuse_plan
 from ...launch.start.placing import check_size
 from ...launch.start.request import JobRequest, read_command, script_label
 from .horovod_settings import HorovodSettings
@@ -83,14 +80,6 @@ def read_request(
         bind=not options.no_bind, environment=settings.environment, output_to_stderr=options.json,
         label=script_label(options.command), run_dir=options.run_dir,
     )  # fmt: skip
-
-
-def refuse_plan(plan: Plan | None, size: int | None) -> None:
-    """Raise `PlanError` for a plan that so many ranks cannot have. `size`: None where it is not known."""
-    if plan is not None and size is not None:
-        degrees = degrees_of(plan, size)
-        check({**vars(plan), **degrees.above_one()})
-        refuse_shares(plan.balance or "", degrees.size_over(OTHER_SAMPLES))
 
 
 # The option of every command that emulates hosts.

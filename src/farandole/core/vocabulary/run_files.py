@@ -20,6 +20,7 @@
         failure.json          why the job stopped, when it failed        (launcher)
         interrupted.json      the signal that ended it, and who waited   (launcher)
         saves.json            the last whole checkpoint, the last begun  (rank 0)
+        generations/<g>/      the run before restart g + 1               (launcher)
         report.html                                                      (farandole report)
 
 Everything a later command needs; nothing else is written anywhere. Files are 0600, directories 0700.
@@ -57,6 +58,7 @@ FAILURE = "failure.json"
 INTERRUPTED = "interrupted.json"
 STALL = "stall.json"
 SAVES = "saves.json"
+GENERATIONS = "generations"
 STACKS = "stacks"
 POSITIONS = "positions"
 DISPENSABLE = "dispensable"
@@ -178,7 +180,7 @@ class SavesAccount:
     directory: str
     """The directory of the checkpoints."""
     whole: int | None = None
-    """Step of the last checkpoint that is on the disk; None: this run has none."""
+    """Step of the last checkpoint that is on the disk, saved or loaded; None: this run has none."""
     when_seconds: float = 0.0
     """When it was, by the clock of rank 0's host (`time.time`)."""
     begun: int | None = None

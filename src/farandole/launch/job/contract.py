@@ -104,6 +104,8 @@ def rank_environment(place: RankSpec, job: JobSpec, inherited: Mapping[str, str]
     inherited = env.inherited_environment() if inherited is None else inherited
     values: dict[str, object] = dict(write_rank_variables(place.variables(job), place.cross(), place.hostname))
     values |= {env.RUN_DIRECTORY: job.run_directory, env.GENERATION: job.generation}
+    if job.generation:
+        values["TORCHELASTIC_RESTART_COUNT"] = job.generation  # torchrun's word for it, which scripts read
     if job.secret:
         values[env.SECRET] = job.secret
     if job.plan_file is not None:

@@ -64,6 +64,11 @@ class PlacedJob:
     """What has no effect, and why."""
 
     @property
+    def size(self) -> int:
+        """How many ranks there are, as far as this launcher starts them: one more than its last."""
+        return self.places[-1].rank + 1
+
+    @property
     def over_ssh(self) -> bool:
         """Whether agents on the hosts start the ranks."""
         return need_ssh(self.hosts)

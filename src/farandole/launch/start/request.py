@@ -143,6 +143,18 @@ class VerifyOptions:
 
 
 @dataclass(frozen=True)
+class Ending:
+    """How a job ends, and when it begins again."""
+
+    grace_seconds: float = GRACE_SECONDS
+    """How long ranks have to end after SIGTERM to the launcher."""
+    restarts: int = 0
+    """How often all ranks are started again after one has failed."""
+    least_ranks: int | None = None
+    """With how few, where some are lost for good; None: with as many as before."""
+
+
+@dataclass(frozen=True)
 class JobRequest:
     """A job as it was asked for; `placing.place_job` says where its ranks go."""
 
@@ -169,8 +181,7 @@ class JobRequest:
     typed_command: Sequence[str] = ()
     """The command line as the user typed it, which proposals change; empty: not known."""
     verify: VerifyOptions = field(default_factory=VerifyOptions)
-    grace_seconds: float = GRACE_SECONDS
-    """How long ranks have to end after SIGTERM to the launcher."""
+    ending: Ending = field(default_factory=Ending)
 
 
 # What to say of a job that ended well and of which no rank recorded anything: it may not be what was meant.

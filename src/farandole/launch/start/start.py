@@ -66,40 +66,56 @@ def no_status(directory: Path) -> str | None:
 
 
 def start_job(placed: PlacedJob, *, status: Status = no_status) -> tuple[Outcome, Path]:
-    """Start a job, over ssh where a host is elsewhere; return how it ended and its run directory."""
-    if placed.over_ssh:
-        return _start_over_ssh(placed, status)
+    """Start a job, and again as often as is asked for; return how it ended in the end, and its run directory."""
+    request = placed.request
     for warning in placed.warnings:
         write_notice(f"warning: {warning}")
+    extra: dict[str, Any] = {"verify_steps": request.verify.steps} if request.verify.steps else {}
+    start = _start_here
+    if placed.over_ssh:
+        start, extra = _start_over_ssh, {"hosts": [name for name, _, _ in host_commands(placed)]}
+    directory = open_run(request, size=placed.size, node_rank=placed.node_rank, extra=extra)
+
+    def run(placed: PlacedJob, generation: int) -> Outcome:
+        return start(placed, directory, generation, status)
+
+    def report(outcome: Outcome, directory: Path, placed: PlacedJob) -> None:
+        report_failure(outcome, directory, size=placed.size)
+
+    if request.ending.restarts:
+        from .restarts import run_generations
+
+        return run_generations(placed, directory, run, report), directory
+    outcome = run(placed, 0)
+    report(outcome, directory, placed)
+    return outcome, directory
+
+
+def _start_here(placed: PlacedJob, directory: Path, generation: int, status: Status) -> Outcome:
     request, places = placed.request, placed.places
-    size = places[-1].rank + 1
-    extra = {"verify_steps": request.verify.steps} if request.verify.steps else {}
-    directory = open_run(request, size=size, node_rank=placed.node_rank, extra=extra)
 
     def run(port: int, output: Output) -> Outcome:
-        job = make_job(placed, directory, port)
+        job = make_job(placed, directory, port, generation)
         environment = inherited_environment()
         said = partial(status, directory)
         return Supervisor(request.command, places, job, output, environment, status=said).run()
 
+    first = places[0].rank
     if placed.port is not None:  # all nodes know it, and rank 0 opens it
-        return run_recorded(request, directory, size, partial(run, placed.port), first=places[0].rank)
+        return _with_output(request, directory, placed.size, partial(run, placed.port), generation, first=first)
     with ReservedPort(placed.address, places[0].host) as held:
-        return run_recorded(request, directory, size, partial(run, held.port), first=places[0].rank)
+        return _with_output(request, directory, placed.size, partial(run, held.port), generation, first=first)
 
 
-def _start_over_ssh(placed: PlacedJob, status: Status) -> tuple[Outcome, Path]:
+def _start_over_ssh(placed: PlacedJob, directory: Path, generation: int, status: Status) -> Outcome:
     from ..ssh.host import HostPlaces, RemoteJob, RemoteJobSpec
 
-    request, size = placed.request, len(placed.places)
-    variables = variables_there(request)
-    commands = host_commands(placed)
-    directory = open_run(request, size=size, extra={"hosts": [name for name, _, _ in commands]})
-    job = make_job(placed, directory, 0)
-    work = RemoteJobSpec(request.command, job, host_setup(request.remote), variables, request.bind)
-    hosts = [HostPlaces(*each) for each in commands]
-    return run_recorded(
-        request, directory, size, lambda output: RemoteJob(hosts, work, output, lambda: status(directory)).run()
+    request, job = placed.request, make_job(placed, directory, 0, generation)
+    work = RemoteJobSpec(request.command, job, host_setup(request.remote), variables_there(request), request.bind)
+    hosts = [HostPlaces(*each) for each in host_commands(placed)]
+    said = partial(status, directory)
+    return _with_output(
+        request, directory, placed.size, lambda output: RemoteJob(hosts, work, output, said).run(), generation
     )
 
 
@@ -132,7 +148,7 @@ def _directory_names(request: JobRequest, node_rank: int) -> tuple[str | None, s
     return None if chosen is None else f"{chosen.rstrip('/')}-node{node_rank}", f"{label}-node{node_rank}"
 
 
-def make_job(placed: PlacedJob, directory: Path, port: int) -> JobSpec:
+def make_job(placed: PlacedJob, directory: Path, port: int, generation: int = 0) -> JobSpec:
     """Return what all ranks get alike."""
     request = placed.request
     starts_all = not placed.places or len(placed.places) == placed.places[0].size
@@ -145,28 +161,38 @@ def make_job(placed: PlacedJob, directory: Path, port: int) -> JobSpec:
         threads=placed.threads,
         verify_steps=request.verify.steps,
         verify_deep=request.verify.deep,
+        generation=generation,
         outlives_ranks=request.plan is not None and SyncSpec.parse(request.plan.sync).is_server,
-        grace_seconds=request.grace_seconds,
+        grace_seconds=request.ending.grace_seconds,
         frozen_seconds=read_frozen_seconds(FROZEN_SECONDS),
         environment=request.environment,
     )
 
 
 def run_recorded(
-    request: JobRequest, directory: Path, size: int, run: Callable[[Output], Outcome], *, first: int = 0
+    request: JobRequest, directory: Path, size: int, run: Callable[[Output], Outcome]
 ) -> tuple[Outcome, Path]:
-    """Run a job of `size` ranks from `first` on; return how it ended and its run directory.
+    """Run a job of `size` ranks; return how it ended and its run directory.
 
     `run` gets the output of the ranks. Why the job stopped is printed, and left in the run directory.
     """
-    out = sys.stderr.buffer if request.output_to_stderr else None
-    output = Output(directory, size, out=out, style=request.style, first=first)
-    try:
-        outcome = run(output)
-    finally:
-        output.close()
+    outcome = _with_output(request, directory, size, run)
     report_failure(outcome, directory, size=size)
     return outcome, directory
+
+
+def _with_output(
+    request: JobRequest, directory: Path, size: int, run: Callable[[Output], Outcome], generation: int = 0, *,
+    first: int = 0,
+) -> Outcome:  # fmt: skip
+    out, style = sys.stderr.buffer if request.output_to_stderr else None, request.style
+    if generation and style.directory is not None:  # whose files are made anew
+        style = replace(style, directory=style.directory / f"generation.{generation}")
+    output = Output(directory, size, out=out, style=style, first=first)
+    try:
+        return run(output)
+    finally:
+        output.close()
 
 
 def report_failure(outcome: Outcome, directory: Path, *, size: int | None = None) -> None:

@@ -19,7 +19,16 @@ from typing import Any
 
 from ...core.vocabulary.errors import DataError
 from ...core.vocabulary.events import SETUP_PLAN
-from ...core.vocabulary.run_files import FAILURE, INTERRUPTED, METRICS, RUN, STALL, SUMMARY, events_path
+from ...core.vocabulary.run_files import (
+    FAILURE,
+    GENERATIONS,
+    INTERRUPTED,
+    METRICS,
+    RUN,
+    STALL,
+    SUMMARY,
+    events_path,
+)
 from ...core.vocabulary.text import who_failed
 from .clock import common_clock
 from .timeline_reader import RankTimeline, read_events
@@ -97,6 +106,7 @@ def read_run(
         if not facts:
             notes.append(f"{RUN} is missing or cannot be read: plan and environment are unknown")
         notes += note_killed(run_directory, time.time())
+    notes += _note_restarts(facts)
     by_rank: dict[int, RankTimeline] = {}
     for path in paths:
         try:
@@ -142,6 +152,16 @@ def no_run(directory: Path) -> DataError:
         f"name one of the runs in it: {', '.join(inside)}" if inside else f"expected {RUN} or events-rank0.jsonl"
     )
     return DataError(f"{directory} holds nothing of a run", remedy=remedy)
+
+
+def _note_restarts(facts: Mapping[str, Any]) -> list[str]:
+    """Say how often a run was started again, and why the last time."""
+    with contextlib.suppress(TypeError, KeyError, IndexError):
+        count, last = len(facts["restarts"]), facts["restarts"][-1]
+        why = who_failed(last["rank"], last["host"], last["step"], last["cause"])
+        times = "once" if count == 1 else f"{count} times, the last time"
+        return [f"started again {times} because {why}; figures are of the time since, {GENERATIONS}/ has the rest"]
+    return []
 
 
 def _note_skipped(path: Path, timeline: RankTimeline) -> list[str]:

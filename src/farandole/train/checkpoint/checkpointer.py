@@ -205,6 +205,8 @@ class Checkpointer:
             return None
         self._last_step = load_training(self._directory, step, self._training, self._here, self._saver.writer)
         self._line.load(step)
+        if self._here.rank == 0:
+            self._line.begin(None)
         return self._last_step
 
     def after_step(self, step: int) -> bool:

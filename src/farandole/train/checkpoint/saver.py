@@ -426,6 +426,9 @@ class RunLine:
         """Go on from the checkpoint of a step."""
         self._steps = [each for each in saved_steps(self._directory) if each <= step]
         self._left_at = step
+        with suppress(OSError):  # removed meanwhile
+            when = step_directory(self._directory, step).stat().st_mtime
+            self._account = replace(self._account, whole=step, when_seconds=when)
 
     def give_up_later(self, step: int) -> None:
         """Before the first commit after a load, of `step`: set aside what lies above the loaded step."""
