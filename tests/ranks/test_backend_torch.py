@@ -62,6 +62,10 @@ def test_a_callback_may_wait_for_the_next_message() -> None:
         dist.send(torch.tensor([1.0, 2.0]), 0, group=group, tag=3)
 
 
+KEPT: list[dist.ProcessGroup] = []
+"""Groups of gloo that a callback may hold last: one that is destroyed there joins its own thread, and aborts."""
+
+
 @pytest.mark.parametrize("apart", [False, True], ids=["one host", "messages"])
 @takes(60)
 @ranks(2)
@@ -69,6 +73,7 @@ def test_ddp_with_torchs_powersgd(apart: bool) -> None:
     rank = fd.init().rank
     with as_if_apart(apart):
         groups = [make(seconds=20), dist.new_group()]
+    KEPT.append(groups[1])
     trained = []
     for group in groups:
         torch.manual_seed(1)
