@@ -26,9 +26,9 @@ RAISED = Failure(1, "b", "ValueError: x", 1, step=7, traceback=TRACE)
 
 
 def restarts(directory: Path, **asked: Any) -> Restarts:
-    plan = asked.pop("plan", None)
+    plan, size = asked.pop("plan", None), asked.pop("size", None)
     ending = replace(Ending(restarts=20), **asked)
-    return Restarts(place_job(JobRequest(["true"], plan, hosts=HOSTS, ending=ending)), directory)
+    return Restarts(place_job(JobRequest(["true"], plan, size, HOSTS, ending=ending)), directory)
 
 
 def ended(failure: Failure | None) -> Outcome:
@@ -78,6 +78,15 @@ def test_as_many_ranks_as_the_plan_has_a_division_for(tmp_path: Path) -> None:
     job = restarts(tmp_path, plan=Plan(tensor=2), least_ranks=1)
     assert job.follow(ended(replace(LOST, host="c")))
     assert names(job) == ["a", "b"], "three slots are left"
+
+
+def test_slots_that_are_spare_take_the_place_of_a_lost_host(tmp_path: Path) -> None:
+    job = restarts(tmp_path, size=2)
+    assert names(job) == ["a", "b"]
+    assert job.follow(ended(LOST))
+    assert names(job) == ["a", "c"]
+    assert job.follow(ended(replace(LOST, host="c")))
+    assert names(job) == ["a", "c"], "there is no other: it may be back"
 
 
 def test_a_rank_that_a_signal_ends_each_time_loses_its_slot(tmp_path: Path) -> None:

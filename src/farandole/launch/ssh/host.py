@@ -325,22 +325,14 @@ class RemoteHost:
 # A job of fixed ranks on many hosts: connects to all, arranges the rendezvous, and starts the ranks.
 
 
-@dataclass(frozen=True)
-class HostPlaces:
-    """A host of the job, what connects us to it, and its ranks."""
-
-    name: str
-    places: Sequence[RankSpec]
-    command: Sequence[str]
-
-
 class RemoteJob(FixedJob):
     """Runs one command as the ranks of many hosts; when it has ended, all files are here."""
 
     def __init__(
-        self, wanted: Sequence[HostPlaces], work: RemoteJobSpec, output: Output,
+        self, wanted: Sequence[tuple[str, Sequence[RankSpec], Sequence[str]]], work: RemoteJobSpec, output: Output,
         status: Callable[[], str | None] = lambda: None,
     ) -> None:  # fmt: skip
+        """`wanted`: of each host its name, its ranks, and what connects us to it."""
         super().__init__(output, work.job, status)
         self._wanted, self._work = wanted, work
         self._ssh_hosts: list[RemoteHost] = []
@@ -349,11 +341,10 @@ class RemoteJob(FixedJob):
     def _begin(self, at_last: ExitStack) -> None:
         shared = HostConnections(self._work)
         at_last.callback(shared.close)
-        for each in self._wanted:
-            link = HostLink(each.name, each.command)
-            host = shared.connect(link, self, aside=each.name, find_peers=None)
+        for name, _, command in self._wanted:
+            host = shared.connect(HostLink(name, command), self, aside=name, find_peers=None)
             self._ssh_hosts.append(host)
-            self.hosts.add(host, each.name)
+            self.hosts.add(host, name)
         shared.beats.start()
 
     def _needs(self, names: set[str]) -> bool:
@@ -376,9 +367,9 @@ class RemoteJob(FixedJob):
             self._is_running = True
             first = self._ssh_hosts[0].link.route
             job = replace(self._work.job, address=first["address"], port=first["port"])
-            for host, each in zip(self._ssh_hosts, self._wanted, strict=True):
-                self.hosts.add(host, each.name, [place.rank for place in each.places])
-                host.begin(job, each.places)
+            for host, (name, places, _) in zip(self._ssh_hosts, self._wanted, strict=True):
+                self.hosts.add(host, name, [place.rank for place in places])
+                host.begin(job, places)
 
     def _may_be_a_host(self, now: float) -> bool:
         links = [host.link for host in self._ssh_hosts]

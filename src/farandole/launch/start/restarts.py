@@ -13,8 +13,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ from ...core.failures import is_peer_lost, is_timeout
 from ...core.job_plan import refuse_plan
 from ...core.vocabulary import run_files
 from ...core.vocabulary.errors import ConfigError, FarandoleError
+from ...core.vocabulary.run_files import SavesAccount
 from ...core.vocabulary.text import write_notice
-from ..job.hosts import HostSlots
+from ..job.hosts import Host, HostSlots
 from ..supervise.failure import Failure
 from ..supervise.job_loop import ENDING, Outcome, handling
 from .placing import PlacedJob, place_job
@@ -34,7 +35,7 @@ SERVERS_SECONDS = 10.0
 """For servers of parameters to see that their job has ended: they are in sessions of their own."""
 _MOVED = (
     run_files.METRICS, run_files.VERIFY, run_files.STALL, run_files.STACKS, run_files.POSITIONS,
-    run_files.DISPENSABLE, "logs", "crashes", "hosts", "events-rank*.jsonl",
+    run_files.DISPENSABLE, run_files.SAVES, "logs", "crashes", "hosts", "events-rank*.jsonl",
 )  # fmt: skip
 _LEAST_SIGNALLED = 128
 """Exit codes above are those of ranks that a signal has ended."""
@@ -52,7 +53,7 @@ def run_generations(
         report: says of each why it has ended, and leaves it in a run directory.
     """
     restarts, between, begin = Restarts(placed, directory), Interval(), time.monotonic()
-    with between.noting_signals():
+    with handling(ENDING, between.note):
         outcome = start(placed, 0)
         while restarts.follow(outcome):
             aside = restarts.keep()
@@ -80,6 +81,8 @@ class Restarts:
     generation: int = 0
     pause_seconds: float = 0.0
     """How long to wait before the next one."""
+    saves: SavesAccount | None = None
+    """The last that is known of checkpoints."""
     why_not: str = ""
     """Why no other one follows although that was asked for."""
     failures: list[dict[str, object]] = field(default_factory=list)
@@ -92,7 +95,8 @@ class Restarts:
         failure, limit = outcome.failure, self.placed.request.ending.restarts
         if failure is None or outcome.signal is not None or not limit:
             return False
-        saved = self._saved_step()
+        self.saves = SavesAccount.read(self.directory) or self.saves
+        saved = 0 if self.saves is None or self.saves.whole is None else self.saves.whole
         has_saved = saved > self._first_step
         account: dict[str, object] = {
             "generation": self.generation, "rank": failure.rank, "host": failure.host, "cause": failure.cause,
@@ -130,31 +134,28 @@ class Restarts:
         if self.generation >= limit:
             raise ConfigError(f"--restarts {limit}: there was no other left")
 
-    def _saved_step(self) -> int:
-        account = run_files.SavesAccount.read(self.directory)
-        return 0 if account is None or account.whole is None else account.whole
-
     def _ranks_of_next(self, failure: Failure, *, has_saved: bool) -> tuple[int, Sequence[HostSlots]]:
         """Return how many ranks the next generation has, and its hosts: fewer if ``--min-np`` allows it.
 
         A host that was lost is left out, and the slot of a rank that a signal has ended twice, with no checkpoint
-        in between.
+        in between, if the others have slots enough.
         """
         request, size = self.placed.request, len(self.placed.places)
         least = size if request.ending.least_ranks is None else request.ending.least_ranks
-        hosts = list(request.hosts)
-        if least < size and failure.rank is None:
-            hosts = [host for host in hosts if host.name != failure.host]
-        elif least < size and failure.rank is not None and not has_saved and self._was_killed_before(failure):
-            place = self.placed.places[failure.rank]
-            name = place.host_name or "localhost"
-            hosts = hosts or [HostSlots(name, size)]
-            hosts = [_without_slot(host, place.local_rank) if host.name == name else host for host in hosts]
-        slots = sum(host.slots for host in hosts) if hosts or request.hosts else size
+        hosts = left = request.hosts
+        if failure.rank is None:
+            left = [host for host in _listed(self.placed.hosts) if host.name != failure.host]
+        elif not has_saved and self._was_killed_before(failure):
+            left = _without_slot(self.placed, failure.rank)
+        slots = sum(host.slots for host in left) if left is not hosts else size
+        if slots >= least or least < size:
+            hosts = left  # else all hosts are tried again
+        else:
+            slots = size
         for number in range(min(size, slots), max(1, least) - 1, -1):
             with suppress(ConfigError):
                 refuse_plan(request.plan, number)
-                return number, [host for host in hosts if host.slots]
+                return number, hosts
         raise ConfigError(
             f"{slots} slots are left, and the plan has no division for {least} (--min-np) to {slots} ranks"
         )
@@ -189,9 +190,9 @@ class Restarts:
 
     def to_text(self, aside: Path) -> str:
         """Return what is said before the next generation; `aside`: where the last one's files are."""
-        account, ranks = run_files.SavesAccount.read(self.directory), len(self.placed.places)
-        if account is not None and account.whole is not None:
-            whence = f"the last whole checkpoint is that of step {account.whole} in {account.directory}"
+        saves, ranks = self.saves, len(self.placed.places)
+        if saves is not None and saves.whole is not None:
+            whence = f"the last whole checkpoint is that of step {saves.whole} in {saves.directory}"
         else:
             whence = "fd.Checkpointer has saved none: without a checkpoint of the script's own, it begins anew"
         count = f"restart {self.generation} of {self.placed.request.ending.restarts}"
@@ -199,10 +200,21 @@ class Restarts:
         return f"{count}{when}, {ranks} rank{'s' * (ranks != 1)}: {whence}; the files of before are in {aside}"
 
 
-def _without_slot(host: HostSlots, local_rank: int) -> HostSlots:
-    """Return a host without the slot of one of its ranks, and the device that goes with it."""
-    chosen = host.chosen or tuple(range(host.slots))
-    return replace(host, slots=host.slots - 1, chosen=tuple(slot for slot in chosen if slot != chosen[local_rank]))
+def _listed(hosts: Sequence[Host]) -> list[HostSlots]:
+    """Return hosts as a list names them."""
+    return [HostSlots(host.name or "localhost", host.slots, host.port, host.chosen) for host in hosts]
+
+
+def _without_slot(placed: PlacedJob, rank: int) -> list[HostSlots]:
+    """Return the hosts without the slot of one rank, and the device that goes with it."""
+    place, hosts = placed.places[rank], []
+    for host, listed in zip(placed.hosts, _listed(placed.hosts), strict=True):
+        chosen = listed.chosen or tuple(range(listed.slots))
+        if host.name == place.host_name:
+            chosen = (*chosen[: place.local_rank], *chosen[place.local_rank + 1 :])
+            listed = replace(listed, slots=len(chosen), chosen=chosen)  # noqa: PLW2901 - the same host
+        hosts += [listed] * bool(chosen)
+    return hosts
 
 
 def _is_of_the_program(failure: Failure) -> bool:
@@ -219,13 +231,8 @@ class Interval:
         self.signal: int | None = None
         self._came = threading.Event()
 
-    @contextmanager
-    def noting_signals(self) -> Iterator[None]:
-        """Note inside the ``with`` a signal that ends the job."""
-        with handling(ENDING, self._note):
-            yield
-
-    def _note(self, number: int, _: object) -> None:
+    def note(self, number: int, _: object) -> None:
+        """Take a signal that ends the job."""
         self.signal = self.signal or signal.Signals(number)
         self._came.set()
 

@@ -108,11 +108,11 @@ def _start_here(placed: PlacedJob, directory: Path, generation: int, status: Sta
 
 
 def _start_over_ssh(placed: PlacedJob, directory: Path, generation: int, status: Status) -> Outcome:
-    from ..ssh.host import HostPlaces, RemoteJob, RemoteJobSpec
+    from ..ssh.host import RemoteJob, RemoteJobSpec
 
     request, job = placed.request, make_job(placed, directory, 0, generation)
     work = RemoteJobSpec(request.command, job, host_setup(request.remote), variables_there(request), request.bind)
-    hosts = [HostPlaces(*each) for each in host_commands(placed)]
+    hosts = host_commands(placed)
     said = partial(status, directory)
     return _with_output(
         request, directory, placed.size, lambda output: RemoteJob(hosts, work, output, said).run(), generation
