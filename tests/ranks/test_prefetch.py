@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -145,6 +147,27 @@ def test_a_state_is_of_the_batch_that_the_loop_has(kind: str, workers: int) -> N
         begun += seen(resumed)  # after the last batch, whose end was not seen yet, nothing
         assert begun == whole[0] + whole[1], stop
         assert resumed.state_dict()["epoch"] == 2
+
+
+@ranks(1)
+def test_workers_end_with_the_loader_whose_loop_was_left() -> None:
+    """Those that wait for the garbage collector keep it for 5 s each, at any moment."""
+    fd.init()
+    gc.collect()
+    gc.disable()
+    try:
+        for stop in (1, 11):
+            loader = fd.prefetch(numbers("in order", 2), depth=3)
+            assert len(loader) == 11
+            iterator = iter(loader)
+            for _ in range(stop):
+                next(iterator)
+            assert len(multiprocessing.active_children()) == 2
+            time.sleep(0.1)  # until the end is drawn, which the loop has not seen
+            del iterator, loader
+            assert not multiprocessing.active_children(), stop
+    finally:
+        gc.enable()
 
 
 @ranks(2)

@@ -349,12 +349,17 @@ class _Reader(Generic[T]):
 
     def leave(self, goes_on: bool) -> None:
         """End the thread; unless `goes_on`, end the iteration, too."""
-        self.thread.close(_JOIN_SECONDS)
+        has_ended = self.thread.close(_JOIN_SECONDS)
         if goes_on:
             return
         for end in self.ahead.ends:
             end()
         self.iterator = None
+        if has_ended:
+            # The end that was drawn has this reader in its traceback, and what was to be told has the iterator:
+            # workers would live until garbage is collected, and torch then waits 5 s for each.
+            self.thread.rest()
+            self.ahead.take()
 
 
 class Prefetched(Generic[T]):
