@@ -148,14 +148,12 @@ class Restarts:
         elif not has_saved and self._was_killed_before(failure):
             left = _without_slot(self.placed, failure.rank)
         slots = sum(host.slots for host in left) if left is not hosts else size
-        if slots >= least or least < size:
-            hosts = left  # else all hosts are tried again
-        else:
-            slots = size
+        if slots < least == size:
+            left, slots = hosts, size  # all hosts are tried again
         for number in range(min(size, slots), max(1, least) - 1, -1):
             with suppress(ConfigError):
                 refuse_plan(request.plan, number)
-                return number, hosts
+                return number, left
         raise ConfigError(
             f"{slots} slots are left, and the plan has no division for {least} (--min-np) to {slots} ranks"
         )
@@ -177,15 +175,14 @@ class Restarts:
             for pattern in _MOVED:
                 for path in self.directory.glob(pattern):
                     path.rename(aside / path.name)
+        for name in ("crashes", run_files.POSITIONS, run_files.DISPENSABLE):  # of no generation but their own
+            shutil.rmtree(self.directory / name, ignore_errors=True)
         with suppress(OSError, ValueError):
+            for name in ("logs", "crashes"):
+                (self.directory / name).mkdir(mode=0o700, exist_ok=True)
             facts = json.loads((self.directory / run_files.RUN).read_text(encoding="utf-8"))
             facts |= {"size": len(self.placed.places), "restarts": self.failures}
             run_files.write_private(self.directory / run_files.RUN, json.dumps(facts, indent=1) + "\n")
-        for name in ("crashes", run_files.POSITIONS, run_files.DISPENSABLE):  # of no generation but their own
-            shutil.rmtree(self.directory / name, ignore_errors=True)
-        for name in ("logs", "crashes"):
-            with suppress(OSError):
-                (self.directory / name).mkdir(mode=0o700, exist_ok=True)
         return aside
 
     def to_text(self, aside: Path) -> str:
