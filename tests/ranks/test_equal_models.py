@@ -1,55 +1,78 @@
-"""Ranks that drift apart while they train are told so, once, by rank 0."""
+"""Ranks that drift apart while they train are stopped, or told so, and the odd one is named."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 import farandole as fd
+from farandole.checkpoint.directory import saved_steps
+from farandole.comm.world.store_sync import all_gather_json
+from farandole.parallel.model import DistributedModel
+from farandole.sync.local_steps import LocalSteps
+from farandole.train import equal_models
 from tests.ranks.pool import ranks
 from tests.ranks.reference import data, mlp, own
 
 
 def train(change: Callable[[int, Any, Any, float], None], steps: int = 18, **plan: Any) -> str:
-    """Train, call `change` after each step, and return what was said."""
+    """Train, call `change` after each step, and return what was said or raised."""
     fd.init(progress=False)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
     fd.distribute(model, optimizer, plan=fd.Plan(**plan) if plan else None)
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        for step in range(1, steps + 1):
-            x, y = data(12, step)
-            optimizer.zero_grad()
-            x, y = (x, y) if plan else (own(x), own(y))  # parts of one model have one batch
-            loss = nn.functional.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            change(step, model, optimizer, loss.item())
+        try:
+            for step in range(1, steps + 1):
+                optimizer.zero_grad()
+                place = fd.world().rank // plan.get("tensor", 1)  # parts of one model have one batch
+                x, y = data(4, 100 * place + step)
+                loss = nn.functional.mse_loss(model(x), y)
+                loss.backward()
+                optimizer.step()
+                change(step, model, optimizer, loss.item())
+        except fd.Mismatch as problem:
+            print(f"stopped in step {step}: {problem}", file=said)
     fd.shutdown()
     return said.getvalue()
 
 
-@pytest.mark.full("further")
+def flip(parameter: torch.Tensor, element: int = 0, bit: int = 20) -> None:
+    """Flip a bit of one element: of float32, or the one of bfloat16 that is as high."""
+    with torch.no_grad():
+        whole, shift = (torch.int32, 0) if parameter.dtype is torch.float32 else (torch.int16, 16)
+        mask = torch.tensor(-(2**31) if bit == 31 else 1 << max(bit, shift), dtype=torch.int32) >> shift
+        parameter.detach().reshape(-1).view(whole)[element] ^= mask.to(whole)
+
+
+STOPPED = "stopped in step {}: rank {}, comparison of models: after step {} the ranks no longer train one model: "
+
+
 @ranks(3)
-def test_a_rate_that_one_rank_changed_is_told_once() -> None:
+@pytest.mark.parametrize("warns", [False, True])
+def test_a_rate_that_one_rank_changed_is_told_once(warns: bool) -> None:
     rank = fd.init().rank
 
     def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
         if step == 5 and rank == 1:
             optimizer.param_groups[0]["lr"] = 0.25
 
-    said = train(change)
-    start = "farandole: warning: after step 8 the ranks no longer train one model: their learning rates differ: "
-    assert said.startswith(f"{start}0.5 on ranks 0 and 2, 0.25 on rank 1; ") if rank == 0 else not said, said
-    assert said.count("\n") == (rank == 0)
-    assert rank or "use farandole.mean(loss)" in said
+    said = train(change, steps=40, check_every=8, on_difference="warn" if warns else "stop")
+    start = "farandole: warning: after step 8 the ranks no longer train one model: "
+    start = start if warns else STOPPED.format(11, rank, 8)
+    what = f"{start}their learning rates differ: 0.5 on ranks 0 and 2, 0.25 on rank 1; "
+    assert said.startswith(what) if rank == 0 or not warns else not said, said
+    assert said.count("\n") == (rank == 0 or not warns)
+    assert not said or "use farandole.mean(loss)" in said
 
 
 @ranks(2)
@@ -62,21 +85,152 @@ def test_rates_of_ranks_with_other_parts_of_a_model_are_compared(changes: bool) 
             optimizer.param_groups[0]["lr"] = 0.25
 
     said = train(change, tensor=2)
-    told = "after step 8 the ranks no longer train one model: their learning rates differ: 0.5 on rank 0"
-    assert (told in said) == (changes and rank == 0), said
+    told = STOPPED.format(13, rank, 10) + "their learning rates differ: 0.5 on rank 0, 0.25 on rank 1; "
+    assert said.startswith(told) if changes else not said, said
+
+
+@ranks(3)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {}, {"codec": "int8"}, {"codec": "powersgd:1"}, {"zero": 1}, {"zero": 2, "overlap_gather": True},
+        {"bf16_parameters": True, "precision": "bf16"},
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(("odd", "element", "bit"), [(0, 0, 23), (1, 100, 0), (2, 255, 31)])
+def test_a_flipped_bit_stops_all_ranks_and_names_its_rank(
+    keys: dict[str, Any], odd: int, element: int, bit: int
+) -> None:
+    rank, host = fd.init().rank, fd.world().host
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 14 and rank == odd:
+            flip(model[2].weight, element, bit)
+
+    said = train(change, steps=40, check_every=7, **keys)
+    others = " and ".join(str(each) for each in range(3) if each != odd)
+    told = f"parameters of rank {odd} (on {host}) differ from those of ranks {others}: '2.weight'"
+    assert said.startswith(STOPPED.format(17, rank, 14) + told), said
 
 
 @ranks(2)
-def test_parameters_that_one_rank_changed_are_told() -> None:
+def test_of_two_ranks_neither_is_said_to_be_wrong() -> None:
+    rank, host = fd.init().rank, fd.world().host
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 11 and rank == 1:
+            for each in model.parameters():
+                flip(each)
+
+    said = train(change, steps=40)
+    told = f"parameters of ranks 0 and 1 (on {host}) differ, and which are right cannot be told: '0.weight' and 5 "
+    assert said.startswith(STOPPED.format(23, rank, 20) + told), said
+
+
+@ranks(2)
+@pytest.mark.parametrize("every", [0, 1])
+def test_how_often_models_are_compared(every: int) -> None:
     rank = fd.init().rank
 
     def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
         if step == 11 and rank == 1:
-            with torch.no_grad():
-                model[2].bias[3] += 1e-3
+            flip(model[0].weight)
 
-    said = train(change)
-    assert rank or "after step 16 the ranks no longer train one model: parameters of rank 1 differ" in said, said
+    said = train(change, steps=40, check_every=every)
+    assert said.startswith(STOPPED.format(18, rank, 15)) if every else not said, said
+
+
+@ranks(2)
+def test_short_steps_are_compared_as_seldom_as_it_takes_half_a_percent() -> None:
+    fd.init(progress=False)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    fd.distribute(model, optimizer)
+    begun: list[int] = []
+    clock = fd.world().session.keep(equal_models.EqualModels, lambda: pytest.fail("there is one"))._clock
+    begin = clock.begin
+    clock.begin = lambda step: (begun.append(step), begin(step))[1]  # type: ignore[method-assign, func-returns-value]
+    with mock.patch.object(equal_models, "FREE_SECONDS", 0.0):
+        for step in range(400):
+            x, y = data(4, step + 1000 * fd.world().rank)
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+    assert len(set(map(tuple, all_gather_json(fd.world(), "begun", begun)))) == 1
+    assert begun[0] == 10
+    assert len(begun) < 30, "of 40: a step takes a millisecond"
+
+
+@ranks(4)
+@pytest.mark.parametrize("name", ["0.weight", "2.bias"])
+def test_a_part_of_a_layer_is_compared_with_that_of_another_replica(name: str) -> None:
+    rank, host = fd.init().rank, fd.world().host
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 20 and rank == 1:
+            flip(model.get_parameter(name))
+
+    said = train(change, steps=40, tensor=2, data=2)
+    told = f"parameters of ranks 1 and 3 (on {host}) differ, and which are right cannot be told: '0.weight'"
+    if name == "2.bias":  # whole on all ranks
+        told = f"parameters of rank 1 (on {host}) differ from those of ranks 0, 2 and 3: '2.bias'"
+    assert said.startswith(STOPPED.format(23, rank, 20) + told), said
+
+
+@ranks(4)
+def test_shards_are_compared_with_those_of_another_copy() -> None:
+    rank, host = fd.init().rank, fd.world().host
+
+    def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
+        if step == 20 and rank == 2:
+            flip(model.get_parameter("2.weight").to_local())
+
+    said = train(change, steps=40, zero=3, shard=2, data=2)
+    told = f"parameters of ranks 0 and 2 (on {host}) differ, and which are right cannot be told: '2."
+    assert said.startswith(STOPPED.format(23, rank, 20) + told), said
+
+
+@ranks(2)
+@pytest.mark.parametrize("sync", ["local:H=4", "local:H=8,fragments=2,overlap=1"])
+def test_averaged_parameters_are_compared_in_each_meeting(sync: str) -> None:
+    fd.init()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    fd.distribute(model, optimizer, fd.Plan(sync=sync))
+    policy = DistributedModel.of(model).policy
+    assert isinstance(policy, LocalSteps)
+    stopped_in, said = 0, ""
+    for step in range(1, 40):
+        x, y = data(12, step)
+        nn.functional.mse_loss(model(own(x)), own(y)).backward()
+        try:
+            optimizer.step()
+        except fd.Mismatch as problem:
+            stopped_in, said = step, str(problem)
+            break
+        if step == 11 and fd.world().rank:
+            flip(policy.meetings.fragments[0].outer[0], 40)
+    assert 12 <= stopped_in <= 20, "at the next meeting over it"
+    assert "averaged parameters" in said
+
+
+@ranks(3)
+@pytest.mark.parametrize("warns", [False, True])
+def test_no_checkpoint_is_written_of_ranks_that_differ(tmp_path: Path, warns: bool) -> None:
+    here = fd.init()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    fd.distribute(model, optimizer, fd.Plan(check_every=1000, on_difference="warn" if warns else "stop"))
+    saver = fd.Checkpointer(tmp_path, model, optimizer)
+    assert saver.save(1)
+    if here.rank == 2:
+        flip(model.get_parameter("0.weight"), 3)
+    if warns:
+        assert saver.save(2)
+    else:
+        with pytest.raises(fd.Mismatch, match=r"of rank 2 .* differ from those of ranks 0 and 1: '0\.weight'"):
+            saver.save(2)
+    saver.close()
+    assert saved_steps(tmp_path) == ([1, 2] if warns else [1])
 
 
 @ranks(2)
@@ -104,7 +258,7 @@ def test_a_plateau_of_each_ranks_own_loss(agrees: bool) -> None:
         schedulers[0].step(fd.mean(loss) if agrees else loss)
 
     said = train(change)
-    assert ("their learning rates differ" in said) is (rank == 0 and not agrees), said
+    assert said.startswith(STOPPED.format(13, rank, 10) + "their learning rates differ") is not agrees, said
 
 
 class Renormed(nn.Module):
@@ -128,24 +282,25 @@ def train_renormed(alike: bool, steps: int) -> str:
     model = Renormed(alike)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     fd.distribute(model, optimizer)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        for step in range(steps):
-            optimizer.zero_grad()
-            model(1500 + 10 * step + 5 * world.rank + torch.arange(5)).square().mean().backward()
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        model(1490 + 10 * step + 5 * world.rank + torch.arange(5)).square().mean().backward()
+        try:
             optimizer.step()
-    return said.getvalue()
+        except fd.Mismatch as problem:
+            return f"stopped in step {step}: {problem}"
+    return ""
 
 
 @ranks(2)
 @pytest.mark.parametrize("alike", [False, True])
 def test_a_parameter_that_forward_changes_by_the_batch_is_named_after_the_first_step(alike: bool) -> None:
-    said = train_renormed(alike, 2)
-    expected = (
-        "farandole: warning: after step 1 the ranks no longer train one model: parameters of rank 1 differ from "
-        "those of rank 0; the forward pass changes 'words.weight', on each rank by its own batch; "
+    said = train_renormed(alike, 4)
+    expected = STOPPED.format(4, fd.world().rank, 1) + f"parameters of ranks 0 and 1 (on {fd.world().host}) differ"
+    more = (
+        ": 'words.weight'; the forward pass changes 'words.weight', on each rank by its own batch; change models"
     )
-    assert said.startswith(expected) if fd.world().rank == 0 and not alike else not said, said
+    assert not said if alike else said.startswith(expected) and more in said, said
 
 
 @ranks(2)

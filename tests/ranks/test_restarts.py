@@ -107,6 +107,20 @@ def test_a_training_that_begins_again_ends_as_one_that_was_not_disturbed(
     assert "started again once because rank 1 on" in said
 
 
+@pytest.mark.gate_cases("none")
+@pytest.mark.parametrize("plan", ["none", "int8", "powersgd"])
+def test_a_flipped_bit_is_in_no_checkpoint_and_in_no_result(tmp_path: Path, plan: str) -> None:
+    settings = [word for text in PLANS[plan] for word in ("--set", text)]
+    flip = "with torch.no_grad(): model[3][2].weight.view(torch.int32)[7, 63] ^= 1 << 20"
+    undisturbed = train(tmp_path, *settings)
+    disturbed = train(tmp_path, "--restarts", "1", *settings, fault_at=11, fault=flip)
+    assert disturbed.returncode == 0, disturbed.stderr
+    assert "after step 12 the ranks no longer train one model: parameters of ranks 0 and 1" in disturbed.stderr
+    assert f"the last whole checkpoint is that of step 8 in {tmp_path}/saved11" in disturbed.stderr
+    assert losses_of(disturbed.stdout) == losses_of(undisturbed.stdout)
+    assert model_at_the_end(tmp_path, "saved11") == model_at_the_end(tmp_path, "saved0")
+
+
 @pytest.mark.parametrize(
     ("text", "code", "generations", "says"),
     [

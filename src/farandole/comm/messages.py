@@ -41,6 +41,28 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return side_by_side(tensor).view(torch.uint8)
 
 
+_WORD_BYTES = 8
+
+
+def bit_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the bits of each tensor, taken as whole numbers of 64 bits: (tensors,) of int64.
+
+    On one device. A bit that flips always changes the sum. On the CPU it takes as long as to read the elements.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64)
+    sums = []
+    for tensor in tensors:
+        is_plain = tensor.is_contiguous() and not tensor.is_complex()
+        flat = tensor.detach().view(-1).view(torch.uint8) if is_plain else bytes_of(tensor)
+        if flat.storage_offset() % _WORD_BYTES:
+            flat = flat.clone()
+        whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
+        total = flat[:whole].view(torch.int64).sum()
+        sums.append(total if whole == flat.numel() else total + flat[whole:].long().sum())
+    return torch.stack(sums)
+
+
 # What generators of this package yield: one message a round, by a collective operation.
 
 Operation = Literal["all_reduce", "all_gather", "all_to_all", "gather", "broadcast", "sendrecv"]

@@ -25,9 +25,15 @@ class Mesh:
         self.here, self.degrees = here, degrees
         self._parts: dict[tuple[str, ...], World] = {}
         self._groups: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
+        self._models = 0
 
     def __repr__(self) -> str:
         return f"Mesh({self.degrees}; {self.degrees.place(self.here.rank)})"
+
+    def count_model(self) -> int:
+        """Return the number of one more model that is distributed over it; from 1."""
+        self._models += 1
+        return self._models
 
     def size(self, *names: str) -> int:
         """Return the number of ranks that differ in the degrees `names` alone."""

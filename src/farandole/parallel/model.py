@@ -53,6 +53,8 @@ class DistributedModel:
 
     def __init__(self, plan: Plan | None = None, mesh: Mesh | None = None) -> None:
         self.plan, self.mesh = plan, mesh
+        self.number = 0 if mesh is None else mesh.count_model()
+        """Among the models of its mesh, from 1: the same on all ranks, also where some of them are gone."""
         self.reducer: GradientReducer | None = None
         """Exchanges gradients in each step; None in a world of one, at stage 3, and where ranks train alone."""
         self.exchange: StepExchange | None = None

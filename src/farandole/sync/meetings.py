@@ -33,7 +33,7 @@ from ..comm.codecs.registry import can_have
 from ..comm.device.streams import OtherThread
 from ..comm.engine.codec_session import CodecSession
 from ..comm.engine.parameters import ExtraTensors
-from ..comm.messages import bytes_of
+from ..comm.messages import bit_sums, bytes_of
 from ..comm.routes import Route, connect_route
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import World
@@ -367,8 +367,6 @@ class Meetings:
 # ranks raise, and nothing was exchanged.
 
 
-_SAMPLED_ELEMENTS = 256
-"""That a digest has of each end of a tensor."""
 _DIGEST_BYTES = 6
 """Whole numbers of so many bytes are exact in float64."""
 
@@ -536,13 +534,8 @@ class ChangeExchange:
 
 
 def digest_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a number that tells whether ranks have other values: of some elements of each tensor, at its ends."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        ends = torch.cat([flat[:_SAMPLED_ELEMENTS], flat[-_SAMPLED_ELEMENTS:]])
-        digest.update(bytes_of(ends.cpu()).numpy().data)
-    return int.from_bytes(digest.digest()[:_DIGEST_BYTES], "big")
+    """Return a number that tells whether ranks have other values: of the bits of all elements."""
+    return _digest(bytes_of(bit_sums(tensors).cpu()).numpy().tobytes())
 
 
 def _digest(text: bytes) -> int:

@@ -1,9 +1,21 @@
-"""Says when ranks do not train one model: it was never distributed, or a loss of a rank's own has changed it.
+"""Says when ranks do not train one model: undistributed, changed by a script on some ranks, or by broken memory.
 
-[Note: when models are compared] After steps 8, 16, 32 and so on each rank leaves a hash of some of its parameters
-and its learning rates in the store. One step later every rank has been through another exchange, so all hashes are
-there, and rank 0 compares them without waiting. Where forward passes of the first step have changed parameters in
-place, it is after step 1 already, and of the whole of these.
+[Note: when models are compared] Every `check_every` steps each rank adds up the bits of all elements of its
+parameters, when they have been through forward and backward and the next step of the optimizer begins: what is to
+be overwritten then, as at ZeRO stages 1 and 2, is still there. It leaves the sums and its learning rates in the
+store. A step later every rank has been through another exchange, so all sums are there, and rank 0 compares them
+without waiting. It writes into the store whether they differ, where all ranks look after one more exchange: so all
+act after the same step. From a device the sums travel to the host for one step before. Where forward passes of the
+first step have changed parameters in place, this begins after step 1. Before a checkpoint is written all ranks
+compare at once: none holds a model in which ranks differ.
+
+[Note: what it costs] Reading the parameters once, and a fraction of a millisecond for the store. Where that comes
+to more than 0.5 % of all time, and to more than 0.1 s, rank 0 says to all ranks that it is time again later.
+
+[Note: who holds the same] Ranks whose parameters have the same names, types and boxes of the whole tensors. So
+parts of layers are compared among replicas, and whole parameters among all ranks that have them. Not compared:
+parameters of servers (`sync`). Ranks that train alone between meetings compare the averaged parameters in each
+meeting (`sync.meetings`).
 """
 
 from __future__ import annotations
@@ -11,102 +23,113 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from itertools import islice
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm.messages import bytes_of
+from ..comm.device.streams import streams_of, untraced
+from ..comm.engine.row_gather import LateParameter
+from ..comm.messages import bit_sums
+from ..comm.world.comm_errors import translated
 from ..comm.world.session import NEVER
+from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
+from ..core.vocabulary.errors import Mismatch
+from ..core.vocabulary.spec import Plan
+from ..core.vocabulary.sync_spec import SyncSpec
 from ..core.vocabulary.text import name_ranks, write_notice
 from ..parallel.instrument.phase_hooks import observe_passes
-from ..parallel.model import DistributedModel
-from ..parallel.split import split_of
+from ..parallel.model import DistributedModel, Handle
+from ..parallel.split import boxes_here, split_of
 
 FIRST_STEP = 8
-_MOST_PARAMETERS, _MOST_ELEMENTS = 256, 1024
+_LEAST_EVERY = 5
+"""Steps that one comparison takes, at most."""
+MOST_SHARE, FREE_SECONDS = 0.005, 0.1
+"""What comparisons may take of all time since the first one; and beside it."""
+_MOST_USES = 16
+"""How often parameters are compared until they are looked up anew."""
+_OPERATION = "comparison of models"
+
+
+class LeftValues:
+    """What each rank leaves in the store after a step, for rank 0, which does not wait for it."""
+
+    def __init__(self, here: World, topic: str) -> None:
+        self._here = here
+        self._keys = [f"{here.topic(topic)}/{rank}" for rank in range(here.size)]
+        self.step = 0
+        """Whose values are there; 0: none are."""
+
+    def leave(self, step: int, value: Any) -> None:
+        """Leave a JSON value after `step`."""
+        self.step = 0
+        if self._here.store is not None:
+            with suppress(RuntimeError):  # a store that fails is found by who needs it
+                self._here.store.set(self._keys[self._here.rank], json.dumps([step, value]))
+                self.step = step
+
+    def collect(self) -> list[Any]:
+        """Return what all ranks left after the same step, once; nothing where one left none."""
+        step, self.step = self.step, 0
+        store = self._here.store
+        if not step or store is None:
+            return []
+        with suppress(RuntimeError):
+            if store.check(self._keys):
+                found = [json.loads(each) for each in store.multi_get(self._keys)]
+                return [value for _, value in found] if all(each[0] == step for each in found) else []
+        return []
 
 
 class ModelDigests:
-    """The hashes of the ranks' models and their learning rates, in the store, until a difference was told.
+    """Hashes of the ranks' models and their learning rates, after steps 8, 16, 32 and so on; rank 0 warns once.
 
     `remedy`: what to do where they differ because of a loss.
     """
 
     def __init__(self, here: World, topic: str, remedy: str) -> None:
         self._here, self._remedy = here, remedy
-        self._keys = [f"{here.topic(topic)}/{rank}" for rank in range(here.size)]
-        self._step = 0
-        """Whose hashes are in the store; 0: none are."""
+        self._left = LeftValues(here, topic)
         self._next = FIRST_STEP
         self._is_over = False
-        self._changed: Iterable[str] = ()
 
-    def forward_changes(self, names: Iterable[str]) -> None:
-        """Compare after the next step: forward passes change the parameters of these names."""
-        self._next, self._changed = min(self._next, 1), names
-
-    def after_step(self, step: int, find: Callable[[], tuple[str, list[float]] | None]) -> int:
+    def after_step(self, step: int, find: Callable[[], tuple[str, list[float]]]) -> None:
         """Compare the hashes of an earlier step, and leave those of this one when it is time.
-
-        Returns the step after which there is something to do again.
 
         Args:
             step: how many are done, the same on all ranks; it may grow by more than one.
-            find: returns a hash of the model and the learning rates; None where there is no model.
+            find: returns a hash of the model and the learning rates.
         """
-        store = self._here.store
-        if self._is_over or store is None:
-            return NEVER
-        if self._step and self._here.rank == 0:
-            self._compare(self._read(store))
-        self._step = 0
-        if step < self._next:
-            return self._next
-        while self._next <= step:
-            self._next = max(2 * self._next, FIRST_STEP)
-        found = find()
-        if found is not None:
-            with suppress(RuntimeError):  # a store that fails is found by who needs it
-                store.set(self._keys[self._here.rank], json.dumps([step, *found]))
-                self._step = step
-        return step + 1 if self._step else self._next
-
-    def _read(self, store: Any) -> list[Any]:
-        """Return what all ranks left after the same step; nothing where one left none."""
-        with suppress(RuntimeError):
-            if store.check(self._keys):
-                found = [json.loads(store.get(key)) for key in self._keys]
-                return [] if any(step != self._step for step, _, _ in found) else found
-        return []
-
-    def _compare(self, found: list[Any]) -> None:
-        rates, hashes = [each for _, _, each in found], [each for _, each, _ in found]
-        if len({len(each) for each in rates}) == 1:
-            for row in zip(*rates, strict=True):
-                if len(set(row)) > 1:
-                    self._tell(f"their learning rates differ: {_by_value([str(rate) for rate in row])}")
-                    return
-        if len(set(hashes)) > 1:
-            what = f"parameters of {name_ranks(_odd(hashes))} differ from those of rank 0"
-            if names := ", ".join(map(repr, islice(self._changed, 3))):
-                what += f"; the forward pass changes {names}, on each rank by its own batch"
-            self._tell(what)
-
-    def _tell(self, what: str) -> None:
-        self._is_over = True
-        write_notice(
-            f"warning: after step {self._step} the ranks no longer train one model: {what}; change models and "
-            f"learning rates on all ranks alike: where a loss decides, {self._remedy}"
-        )
+        if self._is_over:
+            return
+        after = self._left.step
+        if after and self._here.rank == 0 and (found := self._left.collect()):
+            what = _rates_that_differ([rates for _, rates in found])
+            hashes = [digest for digest, _ in found]
+            if not what and len(set(hashes)) > 1:
+                odd = [rank for rank, value in enumerate(hashes) if value != hashes[0]]
+                what = f"parameters of {name_ranks(odd)} differ from those of rank 0"
+            if what:
+                self._is_over = True
+                write_notice(f"warning: {_sentence(after, what)}; {_alike(self._remedy)}")
+        if step >= self._next:
+            while self._next <= step:
+                self._next *= 2
+            self._left.leave(step, find())
 
 
 class EqualModels:
@@ -114,12 +137,34 @@ class EqualModels:
 
     def __init__(self, here: World) -> None:
         self._here = here
-        self._digests = ModelDigests(here, "equal models", "use farandole.mean(loss)")
+        self._left = LeftValues(here, "equal models")
+        self._verdict = here.topic("unequal models")
+        """Where rank 0 says after which step it has compared, whether models differ, and when it is time again."""
+        if here.rank == 0 and here.store is not None:
+            with translated(here, _OPERATION):
+                here.store.set(self._verdict, json.dumps([0, False, 0]))
+        self._parts = _KnownParts()
+        self._next = 0
+        """The step after which it is time again."""
+        self._clock = _CheckClock()
+        self._sums = _BitSums([], 0, [])
         self._versions: list[tuple[str, torch.Tensor, int]] = []
-        self._changed: dict[str, torch.Tensor] = {}
-        """Parameters that forward passes of the first step have changed, by name."""
+        self._changed: list[str] = []
+        """Names of parameters that forward passes of the first step have changed."""
         self._look_no_more: Callable[[], None] | None = observe_passes(here, self)
+        self._do: Callable[[int], int] = self._begin
+        """What is to be done after the next step that this is told of."""
+        self._before_step: Handle | None = None
+        self._has_told = self._is_over = False
         here.session.steps.after_step(self._after_step)
+        here.session.call_on_close(self.close)
+        here.session.call_in_forked_child(self.close)
+
+    def close(self) -> None:
+        """Look at no step any more."""
+        before, self._before_step = self._before_step, None
+        if before is not None:
+            before.remove()
 
     def forward_begins(self, model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Note which values the parameters have, by torch's count of changes."""
@@ -130,53 +175,318 @@ class EqualModels:
 
     def forward_ends(self, model: nn.Module, output: Any) -> None:
         """Find what has changed since."""
-        self._changed |= {name: each for name, each, version in self._versions if each._version != version}
+        self._changed += [name for name, each, version in self._versions if each._version != version]
         self._versions = []
 
+    def require_equal(self) -> None:
+        """Compare now, before models are saved; to be called by all ranks, when none is alone since a meeting.
+
+        Raises `Mismatch` on all ranks, or warns once, if the plan says so.
+        """
+        plan = self._plan()
+        if self._is_over or plan is None or not plan.check_every:
+            return
+        self._sums = _BitSums(self._parts.of(self._models()), self._here.session.steps.done, self._rates())
+        if _differ(all_gather_json(self._here, f"{_OPERATION}/now", self._sums.digests())):
+            self._act(plan)
+
+    # -- after steps ---------------------------------------------------------------------------
+
     def _after_step(self, step: int) -> int:
+        if self._is_over:
+            return NEVER
+        with self._clock.running():
+            return self._do(step)
+
+    def _begin(self, step: int) -> int:
+        """Look at forward passes no more."""
         if self._look_no_more is not None:
             self._look_no_more()
             self._look_no_more = None
-            if self._changed:
-                self._digests.forward_changes(tuple(self._changed))
-        return self._digests.after_step(step, self._find)
+        self._do = self._sum
+        return self._sum(step, is_asked=bool(self._changed))
 
-    def _find(self) -> tuple[str, list[float]] | None:
-        models = DistributedModel.all_of(self._here)  # those of a world that is over may still live on some ranks
-        if not models:
-            return None
-        # Ranks with other parts of a model have other parameters: their learning rates are compared, no more.
-        reducers = [(model, DistributedModel.of(model).reducer) for model in models]
-        alike = [model for model, reducer in reducers if reducer is not None and reducer.world is self._here]
-        changed, self._changed = self._changed, {}  # another rank may have changed none, and is compared later
-        return _hash_of(alike, changed.values()), self._rates()
+    def _sum(self, step: int, *, is_asked: bool = False) -> int:
+        """Have the bits added up when the next step begins, if it is time."""
+        plan = self._plan()
+        if plan is None or not plan.check_every:
+            return step + 1
+        if not is_asked:
+            every = max(plan.check_every, _LEAST_EVERY)
+            due = self._next if step <= self._next else step + -step % every
+            if step < due:
+                return due
+        self._clock.begin(step)
+        self._before_step = register_optimizer_step_pre_hook(untraced(self._step_begins))
+        self._do = self._end_sum
+        return step + 1
+
+    def _step_begins(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        steps = self._here.session.steps
+        if self._before_step is not None and steps.leads(optimizer):
+            # Not at once: torch is going through all hooks of steps, and other ones may follow.
+            self._here.session.let_go_later(self._before_step.remove)
+            self._before_step = None
+            with self._clock.running():
+                self._sums = _BitSums(self._parts.of(self._models(in_step=True)), steps.done, self._rates())
+
+    def _end_sum(self, step: int) -> int:
+        if self._before_step is not None:  # the step called no hooks
+            self.close()
+            self._sums = _BitSums(self._parts.of(self._models(in_step=True)), step, self._rates())
+        self._do = self._leave
+        return step + 1 if self._sums.are_on_device else self._leave(step)
+
+    def _leave(self, step: int) -> int:
+        self._left.leave(self._sums.step, [self._sums.digests(), self._sums.rates])
+        self._do = self._compare
+        return step + 1
+
+    def _compare(self, step: int) -> int:
+        self._do = self._look
+        plan, found = self._plan(), self._left.collect() if self._here.rank == 0 else []
+        if found and plan is not None and self._here.store is not None:
+            rates = _rates_that_differ([each for _, each in found])
+            differ = bool(rates) or _differ([digests for digests, _ in found])
+            if rates and not self._are_in_step:
+                self._tell(rates)  # the others come to no point that is the same for all
+            after = self._sums.step + self._clock.steps_between(step, max(plan.check_every, _LEAST_EVERY))
+            with suppress(RuntimeError):  # a store that fails is found by who needs it
+                self._here.store.set(self._verdict, json.dumps([self._sums.step, differ, after]))
+        return step + 1
+
+    def _look(self, step: int) -> int:
+        self._do = self._sum
+        plan, store, said = self._plan(), self._here.store, [0, False, 0]
+        if plan is not None and store is not None and self._are_in_step:
+            with suppress(RuntimeError):
+                said = json.loads(store.get(self._verdict))
+            after, differ, self._next = said
+            if after == self._sums.step and differ:
+                self._act(plan)
+        return step + 1
+
+    # -- what differs --------------------------------------------------------------------------
+
+    def _act(self, plan: Plan) -> None:
+        """Find what differs, with all ranks, and raise or warn."""
+        here = self._here
+        said = all_gather_json(here, _OPERATION, [self._sums.rates, self._sums.by_part(), self._changed])
+        what = _rates_that_differ([each[0] for each in said])
+        if not what:
+            mine = self._find_odd([each[1] for each in said])
+            what = next(filter(None, all_gather_json(here, f"{_OPERATION}/names", mine)), "")
+            changed = list(dict.fromkeys(name for each in said for name in each[2]))[:3]
+            if what and changed:
+                names = ", ".join(map(repr, changed))
+                what += f"; the forward pass changes {names}, on each rank by its own batch"
+        if what and plan.on_difference == "stop":
+            raise Mismatch(
+                _sentence(self._sums.step, what), rank=here.job_rank, operation=_OPERATION, remedy=_REMEDY
+            )
+        if what:
+            self._is_over = True
+            self._tell(what)
+
+    def _find_odd(self, sums: Sequence[Mapping[str, Sequence[int]]]) -> str:
+        """Return which parameters of this rank's parts differ on which ranks; empty: none do."""
+        for part in self._sums.parts:
+            holders = [rank for rank, each in enumerate(sums) if part.key in each]
+            odd = [i for i in range(len(part.names)) if len({sums[rank][part.key][i] for rank in holders}) > 1]
+            if odd:
+                names = repr(part.names[odd[0]]) + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
+                return f"{self._name_odd({r: tuple(sums[r][part.key][i] for i in odd) for r in holders})}: {names}"
+        return ""
+
+    def _name_odd(self, values: Mapping[int, object]) -> str:
+        (usual, count), *_ = Counter(values.values()).most_common()
+        if 2 * count <= len(values):
+            return f"parameters of {self._name_places(list(values))} differ, and which are right cannot be told"
+        odd = [rank for rank, value in values.items() if value != usual]
+        rest = [rank for rank, value in values.items() if value == usual]
+        return f"parameters of {self._name_places(odd)} differ from those of {name_ranks(rest)}"
+
+    def _name_places(self, ranks: Sequence[int]) -> str:
+        hosts = self._here.groups.hosts
+        where = sorted({hosts[rank] for rank in ranks if rank < len(hosts)})
+        return name_ranks(ranks) + (f" (on {', '.join(where)})" if where else "")
+
+    def _tell(self, what: str) -> None:
+        if self._here.rank == 0 and not self._has_told:
+            write_notice(f"warning: {_sentence(self._sums.step, what)}; {_REMEDY}")
+        self._has_told = True
+
+    # -- what there is -------------------------------------------------------------------------
+
+    def _models(self, *, in_step: bool = False) -> list[nn.Module]:
+        """Return the models that are compared; `in_step`: but those that ranks train alone between meetings."""
+        found = []
+        for model in DistributedModel.all_of(self._here):  # those of a world that is over may live on some ranks
+            own = DistributedModel.of(model)
+            plan, _ = own.plan_and_mesh
+            is_away = SyncSpec.parse(plan.sync).is_server
+            if not is_away and not (in_step and own.policy is not None and own.policy.is_local):
+                found.append(model)
+        return found
+
+    @property
+    def _are_in_step(self) -> bool:
+        """Whether ranks meet in every step: what one wrote into the store before it, all find there after it."""
+        owners = map(DistributedModel.of, DistributedModel.all_of(self._here))
+        return not any(own.policy is not None and own.policy.is_local for own in owners)
+
+    def _plan(self) -> Plan | None:
+        models = DistributedModel.all_of(self._here)
+        return DistributedModel.of(models[-1]).plan if models else None
 
     def _rates(self) -> list[float]:
         found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
-        return [float(group["lr"]) for each in found for group in each.param_groups if "lr" in group]
+        rates = [group.get("lr") for each in found for group in each.param_groups]
+        return [float(rate) for rate in rates if isinstance(rate, (int, float, torch.Tensor))]
 
 
-def _hash_of(models: Iterable[nn.Module], whole: Iterable[torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for parameter in whole:
-        digest.update(bytes_of(parameter.detach().cpu().contiguous()).numpy().data)
-    for model in models:
-        whole = (parameter for parameter in model.parameters() if split_of(parameter) is None)
-        for parameter in islice(whole, _MOST_PARAMETERS):
-            with suppress(RuntimeError, NotImplementedError, TypeError):  # of another library, or not materialised
-                part = parameter.detach().reshape(-1)[:_MOST_ELEMENTS].cpu()
-                digest.update(bytes_of(part).numpy().data)
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class _AlikePart:
+    """Parameters of one model that some ranks have alike. See [Note: who holds the same]."""
+
+    key: str
+    """The number of the model, and a hash of names, types and boxes; equal on ranks that hold the same."""
+    names: list[str]
+    tensors: list[torch.Tensor]
+    """What this rank has of each, or a DTensor with it; on one device."""
 
 
-def _odd(values: list[str]) -> list[int]:
-    return [rank for rank, value in enumerate(values) if value != values[0]]
+class _KnownParts:
+    """The parts of models, looked up now and then: parameters are seldom replaced, and always on all ranks."""
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, tuple[int, list[_AlikePart]]] = WeakKeyDictionary()
+
+    def of(self, models: Iterable[nn.Module]) -> list[_AlikePart]:
+        """Return those of these models."""
+        found = []
+        for model in models:
+            uses, parts = self._known.get(model, (_MOST_USES, []))
+            if uses >= _MOST_USES:
+                uses, parts = 0, _find_parts(model)
+            self._known[model] = uses + 1, parts
+            found += parts
+        return found
+
+
+def _find_parts(model: nn.Module) -> list[_AlikePart]:
+    own = DistributedModel.of(model)
+    kinds: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+    for name, each in own.parameters_here(model):
+        is_shard, split = isinstance(each, DTensor), split_of(each)
+        is_known = is_shard or type(each) in (nn.Parameter, LateParameter)
+        if is_known and not each.is_meta and each.layout is torch.strided:
+            kind = (is_shard, each.device, None if split is None else split.degree)
+            kinds.setdefault(kind, []).append((name, each))
+    found = []
+    for named in kinds.values():
+        text = repr([(name, each.dtype, boxes_here(each, split_of(each))) for name, each in named])
+        key = f"{own.number} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        found.append(_AlikePart(key, [name for name, _ in named], [each for _, each in named]))
+    return found
+
+
+class _CheckClock:
+    """How long comparisons have taken on this rank, and all since the first."""
+
+    def __init__(self) -> None:
+        self._count, self._spent_seconds = 0, 0.0
+        self._first = (0, 0.0)
+        """The step after which the first one began, and when."""
+
+    def begin(self, step: int) -> None:
+        """A comparison begins."""
+        self._count += 1
+        if self._count == 1:
+            self._first = step, time.monotonic()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Take what runs inside for a part of it."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._spent_seconds += time.perf_counter() - begin
+
+    def steps_between(self, step: int, least: int) -> int:
+        """Return how many steps to let pass between two, from `least` on. See [Note: what it costs]."""
+        elapsed_seconds = time.monotonic() - self._first[1]
+        with_next_seconds = self._spent_seconds * (1 + 1 / max(1, self._count))
+        lacking_seconds = (with_next_seconds - FREE_SECONDS) / MOST_SHARE - elapsed_seconds
+        steps_a_second = (step - self._first[0]) / max(elapsed_seconds, 1e-6)
+        return max(least, math.ceil(lacking_seconds * steps_a_second))
+
+
+class _BitSums:
+    """Sums of the bits of each parameter after one step, on a device until they are read; and learning rates."""
+
+    @torch.no_grad()
+    def __init__(self, parts: list[_AlikePart], step: int, rates: list[float]) -> None:
+        self.step, self.rates = step, rates
+        self.parts: list[_AlikePart] = []
+        self.are_on_device = False
+        """Whether the host must wait to read them."""
+        self._read: list[Callable[[], torch.Tensor]] = []
+        for part in parts:
+            with suppress(RuntimeError, NotImplementedError, TypeError):  # memory of another library's kind
+                made = bit_sums([each.to_local() if isinstance(each, DTensor) else each for each in part.tensors])
+                streams = streams_of(made.device)
+                self._read.append(made.detach if streams is None else streams.to_host(made).read)
+                self.are_on_device |= streams is not None
+                self.parts.append(part)
+
+    def by_part(self) -> dict[str, list[int]]:
+        """Return them by the keys of the parts, in the order of the names."""
+        return {part.key: read().tolist() for part, read in zip(self.parts, self._read, strict=True)}
+
+    def digests(self) -> dict[str, str]:
+        """Return a hash of the sums of each part."""
+        return {
+            key: hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16] for key, sums in self.by_part().items()
+        }
+
+
+def _differ(said: Sequence[Mapping[str, str]]) -> bool:
+    """Return whether two ranks said other values of one thing."""
+    values: dict[str, set[str]] = {}
+    for each in said:
+        for key, value in each.items():
+            values.setdefault(key, set()).add(value)
+    return any(len(each) > 1 for each in values.values())
+
+
+def _rates_that_differ(rates: Sequence[Sequence[float]]) -> str:
+    if len({len(each) for each in rates}) == 1:
+        for row in zip(*rates, strict=True):
+            if len(set(row)) > 1:
+                return f"their learning rates differ: {_by_value([str(rate) for rate in row])}"
+    return ""
 
 
 def _by_value(values: list[str]) -> str:
     distinct = dict.fromkeys(values)
     ranks = {value: [rank for rank, other in enumerate(values) if other == value] for value in distinct}
     return ", ".join(f"{value} on {name_ranks(ranks[value])}" for value in distinct)
+
+
+def _sentence(step: int, what: str) -> str:
+    return f"after step {step} the ranks no longer train one model: {what}"
+
+
+def _alike(remedy: str) -> str:
+    return f"change models and learning rates on all ranks alike: where a loss decides, {remedy}"
+
+
+_REMEDY = _alike("use farandole.mean(loss)") + (
+    "; if no script changes them, suspect the memory of that host, and go on from the last checkpoint (farandole "
+    'run --restarts 3); on_difference = "warn" only says it'
+)
 
 
 # Ranks that train while nothing that we know of exchanges their gradients: said at the first step and at the end.

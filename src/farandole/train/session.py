@@ -361,7 +361,7 @@ class TrainSession:
             here.session.steps.after_step(ClockSync(here, name).after_step)
             here.session.steps.after_step(functools.partial(open_balancer, here))
             self._first_batch = FirstBatch(here)
-            EqualModels(here)
+            here.session.keep(EqualModels, lambda: EqualModels(here))
 
 
 _crashes = CrashReport()

@@ -40,7 +40,8 @@ def batch(program: PlanProgram, step: int, number: int) -> Part:
 
 def loader(program: PlanProgram, layout: Layout) -> Any:
     """Return a loader of all samples, with batches of one rank, for `fd.shard`."""
-    first, last = program.span(program.layouts.index(layout))
+    number = next(number for number, each in enumerate(program.layouts) if each is layout)  # both may be equal
+    first, last = program.span(number)
     parts = [batch(program, step, number) for step in range(first, last) for number in range(program.passes)]
     joined = [torch.cat(each) for each in zip(*parts, strict=True)]
     return DataLoader(TensorDataset(*joined), batch_size=BATCH // layout.samples)

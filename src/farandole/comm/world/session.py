@@ -71,17 +71,15 @@ class StepCounter:
         found = (each() for each in self._optimizers)
         return [each for each in found if each is not None]
 
+    def leads(self, optimizer: object) -> bool:
+        """Return whether the steps of `optimizer` are those that count."""
+        return optimizer is next((found for each in self._optimizers if (found := each()) is not None), None)
+
     def count(self, optimizer: object) -> bool:
         """Count a step of `optimizer` if it leads; return whether it does."""
-        while self._optimizers:
-            leader = self._optimizers[0]()
-            if leader is optimizer:
-                self.done += 1
-                return True
-            if leader is not None:
-                return False
-            del self._optimizers[0]
-        return False
+        is_leader = self.leads(optimizer)
+        self.done += is_leader
+        return is_leader
 
     def after_step(self, listener: Listener) -> None:
         """Call `listener` with the number of the next step that is done, after it was recorded. See `Listener`."""

@@ -52,6 +52,7 @@ from ...parallel.model import DistributedModel
 from ...parallel.pipeline.apply import refuse_open_batch
 from ...sync.rows.table import tell_left_out
 from ...version import VERSION
+from ..equal_models import EqualModels
 from .agreement import together, together_saying
 from .later_copy import LaterCopies, LaterCopy, MemoryFile, WriterPool, copy_to_memory, whole_items
 from .optimizers import Item, divide, local_items, plan_from_json
@@ -156,6 +157,8 @@ class Saver:
         here = self._here
         refuse_open_batch(self._training.model, "farandole.save")
         meet_before(self._training)
+        if (models := here.session.kept(EqualModels)) is not None:
+            models.require_equal()
         tell_left_out(here, self._training.tables.keys())
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))

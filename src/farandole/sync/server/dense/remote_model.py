@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ....comm.messages import bit_sums
 from ....comm.world.world import World
 from ....core.vocabulary.errors import ConfigError
 from ....core.vocabulary.events import Exchange
@@ -21,7 +22,7 @@ from ..client import wait_for
 from . import clock_service, shard
 from .connect import connect_servers
 from .refuse import parameters_of, write_group
-from .shard import bit_sums, cut_by_bytes, join_state, part_of, put_part, write_state
+from .shard import cut_by_bytes, join_state, part_of, put_part, write_state
 
 
 class RemoteModel:
@@ -48,7 +49,7 @@ class RemoteModel:
         self._is_filled = False
         """Whether the optimizers have the servers' states."""
         self.bit_sums: list[int] = []
-        """`layout.bit_sums` of the newest parameters that came from servers; empty: none came."""
+        """`bit_sums` of the newest parameters that came from servers; empty: none came."""
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -104,7 +105,7 @@ class RemoteModel:
 
     def is_changed(self) -> bool:
         """Return whether the model's parameters are no more those that were taken last."""
-        return bool(self.bit_sums) and self.bit_sums != bit_sums(self.parameters)
+        return bool(self.bit_sums) and self.bit_sums != bit_sums(self.parameters).tolist()
 
     def install(self, loaded: Collection[Optimizer]) -> None:
         """Let the servers go on with the parameters that the first rank has; called by all ranks.
@@ -240,7 +241,7 @@ class RemoteModel:
         for pieces, reply in zip(self._pieces, replies, strict=True):
             for piece, values in zip(pieces, reply.tensors, strict=False):
                 put_part(self._parameters[piece.parameter].parameter, piece, values)
-        self.bit_sums = bit_sums(self.parameters)
+        self.bit_sums = bit_sums(self.parameters).tolist()
 
     @torch.no_grad()
     def _fill_states(self, replies: Sequence[ServerMessage], but_for: Collection[Optimizer]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -15,9 +15,6 @@ from ..channel import ServerMessage, read_problem, write_problem
 from .refuse import make_optimizer, read_group
 
 # Which server has which elements: the flat order of all parameters, cut by bytes.
-
-_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By bytes of an element."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +49,6 @@ def part_of(tensor: torch.Tensor, piece: ShardPiece) -> torch.Tensor:
     """Return a piece of a tensor, (elements,) in CPU memory of its own."""
     flat = tensor.detach().reshape(-1)[piece.begin : piece.end]
     return flat.cpu().clone() if flat.device.type == "cpu" else flat.cpu()
-
-
-def bit_sums(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return for each tensor the sum of its bits, read as integers: others almost surely after any change."""
-    sums = []
-    for each in tensors:
-        flat = each.detach().reshape(-1)
-        is_even = flat.nbytes % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
-        kind = torch.int64 if is_even else _INTEGERS[flat.element_size()]
-        sums.append(int(flat.view(kind).sum()))
-    return sums
 
 
 @torch.no_grad()
