@@ -121,7 +121,7 @@ for absent in ("gloo_run", "util.threads", "common.util.secret", "elastic.driver
         raise AssertionError(absent)
 hvd.init()
 assert (os.environ["HOROVOD_CONTROLLER"], os.environ["HOROVOD_SIZE"]) == ("gloo", str(hvd.size()))
-print(hvd.rank(), hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item())
+print(f"{hvd.rank()} {hvd.allreduce(torch.tensor([hvd.rank() + 1.0]), op=hvd.Sum).item()}")  # in one write
 if hvd.rank() == 0:
     print(subprocess.run(["horovodrun", "--check-build"], capture_output=True, text=True).stdout.splitlines()[0])
 hvd.shutdown()

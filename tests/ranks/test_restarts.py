@@ -107,7 +107,7 @@ def test_a_training_that_begins_again_ends_as_one_that_was_not_disturbed(
     assert "started again once because rank 1 on" in said
 
 
-@pytest.mark.gate_cases("none")
+@pytest.mark.full("slow")
 @pytest.mark.parametrize("plan", ["none", "int8", "powersgd"])
 def test_a_flipped_bit_is_in_no_checkpoint_and_in_no_result(tmp_path: Path, plan: str) -> None:
     settings = [word for text in PLANS[plan] for word in ("--set", text)]
