@@ -23,6 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from ..core.env import read_run_settings
 from ..core.vocabulary.errors import CheckpointError
 from .manifest import FILE, NAME, Manifest, parse_manifest
 
@@ -236,8 +237,9 @@ def _steps(directory: Path) -> list[int]:
 
 
 LOCK = ".lock"
-_WAIT_SECONDS = 2.0
-"""For a holder that is ending."""
+_WAIT_SECONDS, _AGAIN_SECONDS = 2.0, 100.0
+"""For a holder that is ending; and in a job that began again, where it may be on a host that was lost: a file
+server keeps the locks of that for its lease, 90 s as a rule."""
 
 
 class DirectoryLock:
@@ -281,7 +283,8 @@ class DirectoryLock:
             os.close(descriptor)
 
     def _take(self, directory: Path) -> None:
-        end = time.monotonic() + _WAIT_SECONDS
+        begins_again = read_run_settings().generation > 0
+        end = time.monotonic() + (_AGAIN_SECONDS if begins_again else _WAIT_SECONDS)
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

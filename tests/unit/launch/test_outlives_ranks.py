@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farandole.launch.job.contract import JobSpec
-from farandole.launch.supervise.failure import Exit
+from farandole.launch.supervise.failure import Exit, HostFailure
 from farandole.launch.supervise.job_loop import FixedJob
 
 
@@ -44,3 +44,13 @@ def test_a_rank_that_was_done_without_is_not_the_cause_of_a_later_failure() -> N
     job._exits.append(failed)
     assert job._has_failed(9.0)
     assert job._judged() == [failed]
+
+
+@pytest.mark.parametrize(("code", "running", "fails"), [(0, [], False), (0, [1], True), (1, [], True)])
+def test_a_host_that_is_lost_when_its_ranks_had_ended_well_is_no_failure(
+    code: int, running: list[int], fails: bool
+) -> None:
+    job = Job([Exit(0, code, 1.0)], outlives_ranks=False)
+    job._has_lost({"b"}, running, HostFailure("the connection was lost"))
+    assert bool(job._losses) is fails
+    assert len(job.said) == (not fails)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +17,9 @@ from farandole.core.vocabulary.spec import Plan
 from farandole.launch.job.hosts import HostSlots
 from farandole.launch.start.placing import place_job
 from farandole.launch.start.request import Ending, JobRequest
-from farandole.launch.start.restarts import Restarts
+from farandole.launch.start.restarts import Interval, Restarts
 from farandole.launch.supervise.failure import Failure
-from farandole.launch.supervise.job_loop import Outcome
+from farandole.launch.supervise.job_loop import ENDING, Outcome, handling
 
 HOSTS = [HostSlots("a", 1), HostSlots("b", 2), HostSlots("c", 1)]
 KILLED = Failure(1, "b", "killed by signal 9 (SIGKILL)", 137)
@@ -143,3 +146,22 @@ def test_what_the_one_before_left_is_a_run_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "crashes" / "rank_0.json").write_text("{}")
     job.keep()  # its place is taken, as on a disk that is full
     assert not list((tmp_path / "crashes").iterdir()), "an account of before would stop the next one"
+
+
+def test_a_signal_that_comes_while_a_generation_starts_reaches_it(tmp_path: Path) -> None:
+    between, heard = Interval(), list[int]()
+
+    def start() -> Outcome:
+        os.kill(os.getpid(), signal.SIGTERM)  # before the generation listens
+        with handling(ENDING, lambda number, _: heard.append(number)):
+            end = time.monotonic() + 5.0
+            while not heard and time.monotonic() < end:
+                time.sleep(0.01)
+        return Outcome(143, 0.0, signal=signal.SIGTERM)
+
+    with handling(ENDING, between.note):
+        between.start(start)
+    assert heard == [signal.SIGTERM]
+    begin = time.monotonic()
+    between.wait(30.0, tmp_path)
+    assert time.monotonic() - begin < 5.0, "no other one is waited for"

@@ -159,6 +159,8 @@ def _devices(chosen: tuple[int, ...], visible: str | None) -> str:
     if visible is None:
         return ",".join(map(str, chosen))
     entries = [entry.strip() for entry in visible.split(",") if entry.strip()]
+    if not entries:
+        return visible  # none is to be seen: slots are ranks alone
     if max(chosen) >= len(entries):
         raise ConfigError(
             f"slot {max(chosen)} was chosen, but {_DEVICES}={visible} has {len(entries)} device(s)",

@@ -9,6 +9,7 @@ has left is moved into a run directory of its own, ``generations/0``; checkpoint
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from ...core.failures import is_peer_lost, is_timeout
@@ -37,6 +39,7 @@ _MOVED = (
     run_files.METRICS, run_files.VERIFY, run_files.STALL, run_files.STACKS, run_files.POSITIONS,
     run_files.DISPENSABLE, run_files.SAVES, "logs", "crashes", "hosts", "events-rank*.jsonl",
 )  # fmt: skip
+_PERIOD_SECONDS = 0.05
 _LEAST_SIGNALLED = 128
 """Exit codes above are those of ranks that a signal has ended."""
 
@@ -53,8 +56,8 @@ def run_generations(
         report: says of each why it has ended, and leaves it in a run directory.
     """
     restarts, between, begin = Restarts(placed, directory), Interval(), time.monotonic()
-    with handling(ENDING, between.note):
-        outcome = start(placed, 0)
+    with handling(ENDING, between.note), handling((signal.SIGUSR1,), lambda *_: None):
+        outcome = between.start(partial(start, placed, 0))
         while restarts.follow(outcome):
             aside = restarts.keep()
             report(outcome, aside, placed)
@@ -64,7 +67,7 @@ def run_generations(
             if between.signal is not None:
                 outcome = Outcome(128 + between.signal, 0.0, signal=between.signal)
                 break
-            outcome = start(placed, restarts.generation)
+            outcome = between.start(partial(start, placed, restarts.generation))
     report(outcome, directory, placed)
     if restarts.why_not:
         write_notice(restarts.why_not)
@@ -222,21 +225,33 @@ def _is_of_the_program(failure: Failure) -> bool:
 
 
 class Interval:
-    """The time between two generations, when the launcher has no ranks to pass a signal on to."""
+    """The time in which no ranks run that the launcher could pass a signal on to."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self._came = threading.Event()
+        self._is_starting = False
 
     def note(self, number: int, _: object) -> None:
-        """Take a signal that ends the job."""
+        """Take a signal that ends the job; give it to a generation that is being started when that listens."""
         self.signal = self.signal or signal.Signals(number)
-        self._came.set()
+        if self._is_starting:
+            again = threading.Timer(_PERIOD_SECONDS, os.kill, [os.getpid(), number])
+            again.daemon = True
+            again.start()
+
+    def start(self, begin: Callable[[], Outcome]) -> Outcome:
+        """Run a generation."""
+        self._is_starting = True
+        try:
+            return begin()
+        finally:
+            self._is_starting = False
 
     def wait(self, seconds: float, run_directory: Path) -> None:
         """Wait so long, and until servers of the generation before are gone; a signal ends it."""
-        self._came.wait(seconds)
+        begin = time.monotonic()
+        while self.signal is None and time.monotonic() < begin + seconds:
+            time.sleep(min(_PERIOD_SECONDS, seconds))  # no lock that a handler could wait for
         end = time.monotonic() + SERVERS_SECONDS
-        while any(run_directory.glob("farandole-server-*")) and time.monotonic() < end:
-            if self._came.wait(0.05):
-                return
+        while self.signal is None and time.monotonic() < end and any(run_directory.glob("farandole-server-*")):
+            time.sleep(_PERIOD_SECONDS)

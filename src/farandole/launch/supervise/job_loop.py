@@ -445,6 +445,10 @@ class FixedJob(JobLoop):
         self._exits.append(exited)
 
     def _has_lost(self, names: set[str], running: list[int], failure: HostFailure) -> None:
+        if not running and self._exits and not any(each.code for each in self._exits):
+            listed = ", ".join(sorted(names))
+            self.say(f"warning: {failure.cause} on {listed}, whose ranks had ended well: its files may be missing")
+            return
         when = time.monotonic() if failure.when_seconds is None else failure.when_seconds
         self._losses += [Loss(name, when, failure, tuple(sorted(running))) for name in sorted(names)]
 
