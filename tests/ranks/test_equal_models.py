@@ -104,13 +104,13 @@ def test_a_flipped_bit_stops_all_ranks_and_names_its_rank(
     rank, host = fd.init().rank, fd.world().host
 
     def change(step: int, model: Any, optimizer: Any, loss: float) -> None:
-        if step == 14 and rank == odd:
+        if step == 16 and rank == odd:
             flip(model[2].weight, element, bit)
 
-    said = train(change, steps=40, check_every=7, **keys)
+    said = train(change, steps=40, check_every=8, **keys)
     others = " and ".join(str(each) for each in range(3) if each != odd)
     told = f"parameters of rank {odd} (on {host}) differ from those of ranks {others}: '2.weight'"
-    assert said.startswith(STOPPED.format(17, rank, 14) + told), said
+    assert said.startswith(STOPPED.format(19, rank, 16) + told), said
 
 
 @ranks(2)
@@ -137,7 +137,35 @@ def test_how_often_models_are_compared(every: int) -> None:
             flip(model[0].weight)
 
     said = train(change, steps=40, check_every=every)
-    assert said.startswith(STOPPED.format(18, rank, 15)) if every else not said, said
+    assert said.startswith(STOPPED.format(19, rank, 16)) if every else not said, said
+
+
+@ranks(2)
+def test_a_pipeline_that_is_saved_before_its_first_step_is_compared_as_it_is_cut(tmp_path: Path) -> None:
+    here = fd.init(progress=False)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    fd.distribute(model, optimizer, fd.Plan(pipeline=2, check_every=8))
+    fd.save(tmp_path, model, optimizer, step=0)
+    for step in range(12):
+        optimizer.zero_grad()
+        fd.step(model, nn.functional.mse_loss, *data(8, step))
+        optimizer.step()
+    assert here.size == 2
+
+
+@ranks(2)
+def test_a_save_compares_what_it_saves_and_no_model_in_local_steps(tmp_path: Path) -> None:
+    rank = fd.init(progress=False).rank
+    models = [mlp(), mlp()]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        fd.distribute(model, optimizer, fd.Plan(sync="local:H=30"))
+    for model, optimizer in zip(models, optimizers, strict=True):
+        nn.functional.mse_loss(model(data(4, rank)[0]), data(4, rank)[1]).backward()
+        optimizer.step()
+    fd.save(tmp_path, models[0], optimizers[0], step=1)
+    assert saved_steps(tmp_path) == [1]
 
 
 @ranks(2)

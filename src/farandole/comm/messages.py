@@ -47,7 +47,8 @@ _WORD_BYTES = 8
 def bit_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the bits of each tensor, taken as whole numbers of 64 bits: (tensors,) of int64.
 
-    On one device. A bit that flips always changes the sum. On the CPU it takes as long as to read the elements.
+    On the device of all of them, or the CPU. A bit that flips always changes the sum. On the CPU it takes as long
+    as to read the elements.
     """
     if not tensors:
         return torch.zeros(0, dtype=torch.int64)
@@ -60,7 +61,8 @@ def bit_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         whole = flat.numel() // _WORD_BYTES * _WORD_BYTES
         total = flat[:whole].view(torch.int64).sum()
         sums.append(total if whole == flat.numel() else total + flat[whole:].long().sum())
-    return torch.stack(sums)
+    is_together = len({each.device for each in sums}) == 1
+    return torch.stack(sums if is_together else [each.cpu() for each in sums])
 
 
 # What generators of this package yield: one message a round, by a collective operation.

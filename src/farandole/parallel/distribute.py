@@ -19,6 +19,7 @@ from ..comm.codecs.registry import choose_codec
 from ..comm.collectives import broadcast_optimizer, broadcast_tensors
 from ..comm.device.streams import has_streams
 from ..comm.engine.parameters import ReducerOptions, device_of, require_dense_parameters
+from ..comm.engine.redo import StepRedo
 from ..comm.engine.reducer import GradientReducer
 from ..comm.world.world import World, world
 from ..core.env import read_elastic_settings
@@ -194,6 +195,9 @@ class DataParallel(Strategy):
         named = [(name, each) for name, each in own.parameters_here(self.model) if not is_of_expert(each)]
         options = ReducerOptions(model=class_of(self.model), mesh=shards, is_compared=own.is_whole)
         own.reducer = own.exchange = GradientReducer(replicas, named, self.plan, options)
+        if self.plan.on_failure == "continue" and self.mesh.here.session.regroup is not None and own.is_whole:
+            here = self.mesh.here
+            here.session.keep(StepRedo, lambda: StepRedo(here)).add(own.reducer)
         if self.plan.buffers == "mean":
             own.reducer.add_extra_tensors(BufferSync(replicas, self.model))
 

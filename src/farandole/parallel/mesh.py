@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .. import backend as _registered
+from ..comm.world.session import RankChange
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import ProcessGroups, World, new_part_group
 from ..core.vocabulary import events
@@ -29,6 +30,10 @@ class Mesh:
 
     def __repr__(self) -> str:
         return f"Mesh({self.degrees}; {self.degrees.place(self.here.rank)})"
+
+    def follow(self, change: RankChange) -> None:
+        """Ranks were lost: those that are left divide samples alone."""
+        self.degrees = Degrees(data=self.here.size)
 
     def count_model(self) -> int:
         """Return the number of one more model that is distributed over it; from 1."""
@@ -105,6 +110,7 @@ def make_mesh(here: World, plan: Plan) -> Mesh:
     meshes = here.session.keep(_MeshTable, _MeshTable)
     if degrees not in meshes:
         meshes[degrees] = Mesh(here, degrees)
+        here.session.follow_change(meshes[degrees].follow)
     return meshes[degrees]
 
 

@@ -60,6 +60,7 @@ class ClockSync:
         names = all_gather_json(here, "clocks of hosts", name or here.host)
         leaders = {other: rank for rank, other in reversed(list(enumerate(names)))}
         self._askers = sorted(rank for rank in leaders.values() if rank != 0)
+        self._size = here.size
         self._round = 0
         self.next_step: int | None = None
         """The step at whose end clocks are compared next; None: never."""
@@ -68,7 +69,9 @@ class ClockSync:
             self._meet_others(0, max(meet_seconds, FIRST_MEET_SECONDS))
 
     def after_step(self, step: int) -> int:
-        """Compare the clocks, when it is time; return when it is the next time."""
+        """Compare the clocks, when it is time; return when it is the next time: never when ranks were lost."""
+        if self._here.size != self._size:
+            return NEVER
         if self.next_step is not None and step >= self.next_step:
             self._meet_others(step, self._meet)
         return NEVER if self.next_step is None else self.next_step

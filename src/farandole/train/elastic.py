@@ -26,6 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..comm.world.connect import connect_again
 from ..comm.world.rendezvous import own_address
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import escape, has_world, world
@@ -208,6 +209,8 @@ class ElasticWorker:
         self.assigned_at = float("-inf")
         """When the launcher formed this generation, by its clock; messages on hosts from before are stale."""
         self.progress = NO_STATE
+        self.is_in_step = False
+        """Whether the ranks that are left make a step again together."""
         self._settings = settings
         self._changed = threading.Condition()
         self._answer: Frame | None = None
@@ -250,6 +253,10 @@ class ElasticWorker:
                     if not self.is_told_to_leave():
                         raise
 
+    def regroup_of(self, here: World) -> WorkerRegroup:
+        """Return how the ranks of `here` go on with those that are left."""
+        return WorkerRegroup(self, here)
+
     def is_told_to_leave(self) -> bool:
         """Return whether the launcher has said, or says within some seconds, that this generation is over."""
         with self._changed:
@@ -283,7 +290,8 @@ class ElasticWorker:
         with self._changed:
             self._answer, self._leaving = None, 0
             self._heard_at = time.monotonic()
-        self._line.send({"type": "ready", "progress": self.progress, "address": port.address, "port": port.port})
+        place = {"progress": self.progress, "address": port.address, "port": port.port}
+        self._line.send({"type": "ready", "in_step": self.is_in_step, **place})
         answer = self._wait_for_answer()
         if answer["type"] == "removed":
             raise RuntimeError(answer["why"])
@@ -362,6 +370,27 @@ class ElasticWorker:
             with self._changed:
                 self._changed.wait(pause)
             pause = min(2 * pause, longest)
+
+
+class WorkerRegroup:
+    """A `Regroup`: by the launcher, which knows who is left."""
+
+    def __init__(self, worker: ElasticWorker, here: World) -> None:
+        self._worker, self._here = worker, here
+
+    def leave(self, why: str) -> None:
+        """See `Regroup`."""
+        if self._worker.progress < 1:
+            self._worker.has_state(1)  # who has none does not go on without those that have it
+        self._worker.report_failure(why)
+
+    def enter(self) -> None:
+        """See `Regroup`."""
+        self._worker.is_in_step = True
+        try:
+            connect_again(self._here, self._worker.enter)
+        finally:
+            self._worker.is_in_step = False
 
 
 @dataclass

@@ -5,17 +5,18 @@ parameters, when they have been through forward and backward and the next step o
 be overwritten then, as at ZeRO stages 1 and 2, is still there. It leaves the sums and its learning rates in the
 store. A step later every rank has been through another exchange, so all sums are there, and rank 0 compares them
 without waiting. It writes into the store whether they differ, where all ranks look after one more exchange: so all
-act after the same step. From a device the sums travel to the host for one step before. Where forward passes of the
-first step have changed parameters in place, this begins after step 1. Before a checkpoint is written all ranks
-compare at once: none holds a model in which ranks differ.
+act after the same step. With a device, behind which the host does not wait for the exchange of the step before, it
+is two steps each time. Where forward passes of the first step have changed parameters in place, this begins after
+step 1. Before a checkpoint is written all ranks compare at once: none holds a model in which ranks differ.
 
 [Note: what it costs] Reading the parameters once, and a fraction of a millisecond for the store. Where that comes
 to more than 0.5 % of all time, and to more than 0.1 s, rank 0 says to all ranks that it is time again later.
 
 [Note: who holds the same] Ranks whose parameters have the same names, types and boxes of the whole tensors. So
-parts of layers are compared among replicas, and whole parameters among all ranks that have them. Not compared:
-parameters of servers (`sync`). Ranks that train alone between meetings compare the averaged parameters in each
-meeting (`sync.meetings`).
+parts of layers are compared among replicas, and whole parameters among all ranks that have them; on accelerators
+not among those that divide layers, where each computes the gradient by itself and kernels may add up in any order.
+Not compared: parameters of servers (`sync`). Ranks that train alone between meetings compare the averaged
+parameters in each meeting (`sync.meetings`).
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ import json
 import math
 import sys
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,23 +41,24 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ..comm.device.streams import streams_of, untraced
+from ..comm.device.streams import outside_graphs, streams_of
 from ..comm.engine.row_gather import LateParameter
 from ..comm.messages import bit_sums
 from ..comm.world.comm_errors import translated
-from ..comm.world.session import NEVER
+from ..comm.world.session import NEVER, RankChange
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import World
 from ..core.vocabulary.errors import Mismatch
 from ..core.vocabulary.spec import Plan
 from ..core.vocabulary.sync_spec import SyncSpec
 from ..core.vocabulary.text import name_ranks, write_notice
+from ..parallel.frozen_model import stored_tensors
 from ..parallel.instrument.phase_hooks import observe_passes
 from ..parallel.model import DistributedModel, Handle
 from ..parallel.split import boxes_here, split_of
 
 FIRST_STEP = 8
-_LEAST_EVERY = 5
+_LEAST_EVERY = 8
 """Steps that one comparison takes, at most."""
 MOST_SHARE, FREE_SECONDS = 0.005, 0.1
 """What comparisons may take of all time since the first one; and beside it."""
@@ -137,15 +139,8 @@ class EqualModels:
 
     def __init__(self, here: World) -> None:
         self._here = here
-        self._left = LeftValues(here, "equal models")
-        self._verdict = here.topic("unequal models")
-        """Where rank 0 says after which step it has compared, whether models differ, and when it is time again."""
-        if here.rank == 0 and here.store is not None:
-            with translated(here, _OPERATION):
-                here.store.set(self._verdict, json.dumps([0, False, 0]))
+        self._meet()
         self._parts = _KnownParts()
-        self._next = 0
-        """The step after which it is time again."""
         self._clock = _CheckClock()
         self._sums = _BitSums([], 0, [])
         self._versions: list[tuple[str, torch.Tensor, int]] = []
@@ -159,6 +154,25 @@ class EqualModels:
         here.session.steps.after_step(self._after_step)
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.close)
+        here.session.follow_change(self.follow)
+
+    def _meet(self) -> None:
+        """Have places in the store of the ranks that there are."""
+        here = self._here
+        self._left = LeftValues(here, "equal models")
+        self._verdict = here.topic("unequal models")
+        """Where rank 0 says after which step it has compared, whether models differ, and when it is time again."""
+        self._next = 0
+        """The step after which it is time again."""
+        if here.rank == 0 and here.store is not None:
+            with translated(here, _OPERATION):
+                here.store.set(self._verdict, json.dumps([0, False, 0]))
+
+    def follow(self, change: RankChange) -> None:
+        """Ranks were lost: begin anew with those that are left."""
+        self.close()
+        self._meet()
+        self._do = self._begin if self._look_no_more is not None else self._sum
 
     def close(self) -> None:
         """Look at no step any more."""
@@ -178,17 +192,18 @@ class EqualModels:
         self._changed += [name for name, each, version in self._versions if each._version != version]
         self._versions = []
 
-    def require_equal(self) -> None:
-        """Compare now, before models are saved; to be called by all ranks, when none is alone since a meeting.
+    def require_equal(self, models: Iterable[nn.Module]) -> None:
+        """Compare those of `models` that are distributed; to be called by all ranks, when they have just met.
 
         Raises `Mismatch` on all ranks, or warns once, if the plan says so.
         """
-        plan = self._plan()
-        if self._is_over or plan is None or not plan.check_every:
+        found = [(model, plan) for model in models if (plan := DistributedModel.of(model).plan) is not None]
+        found = [each for each in found if each[1].check_every and not SyncSpec.parse(each[1].sync).is_server]
+        if self._is_over or not found:
             return
-        self._sums = _BitSums(self._parts.of(self._models()), self._here.session.steps.done, self._rates())
-        if _differ(all_gather_json(self._here, f"{_OPERATION}/now", self._sums.digests())):
-            self._act(plan)
+        sums = _BitSums(self._parts.of(model for model, _ in found), self._here.session.steps.done, self._rates())
+        if _differ(all_gather_json(self._here, f"{_OPERATION}/now", sums.digests())):
+            self._act(found[-1][1], sums)
 
     # -- after steps ---------------------------------------------------------------------------
 
@@ -217,7 +232,7 @@ class EqualModels:
             if step < due:
                 return due
         self._clock.begin(step)
-        self._before_step = register_optimizer_step_pre_hook(untraced(self._step_begins))
+        self._before_step = register_optimizer_step_pre_hook(outside_graphs(self._step_begins))
         self._do = self._end_sum
         return step + 1
 
@@ -228,19 +243,27 @@ class EqualModels:
             self._here.session.let_go_later(self._before_step.remove)
             self._before_step = None
             with self._clock.running():
-                self._sums = _BitSums(self._parts.of(self._models(in_step=True)), steps.done, self._rates())
+                self._sums = self._sums_now(steps.done)
+
+    def _sums_now(self, step: int) -> _BitSums:
+        return _BitSums(self._parts.of(self._models_in_step()), step, self._rates())
 
     def _end_sum(self, step: int) -> int:
         if self._before_step is not None:  # the step called no hooks
             self.close()
-            self._sums = _BitSums(self._parts.of(self._models(in_step=True)), step, self._rates())
+            self._sums = self._sums_now(step)
         self._do = self._leave
         return step + 1 if self._sums.are_on_device else self._leave(step)
+
+    @property
+    def _lag(self) -> int:
+        """Steps after which what all ranks wrote into the store before the first is there."""
+        return 2 if self._sums.are_on_device else 1
 
     def _leave(self, step: int) -> int:
         self._left.leave(self._sums.step, [self._sums.digests(), self._sums.rates])
         self._do = self._compare
-        return step + 1
+        return step + self._lag
 
     def _compare(self, step: int) -> int:
         self._do = self._look
@@ -248,54 +271,58 @@ class EqualModels:
         if found and plan is not None and self._here.store is not None:
             rates = _rates_that_differ([each for _, each in found])
             differ = bool(rates) or _differ([digests for digests, _ in found])
-            if rates and not self._are_in_step:
-                self._tell(rates)  # the others come to no point that is the same for all
-            after = self._sums.step + self._clock.steps_between(step, max(plan.check_every, _LEAST_EVERY))
+            is_in_step = bool(self._models_in_step())
+            if rates and not is_in_step:
+                self._tell(self._sums, rates)  # the others come to no point that is the same for all
+            every = max(plan.check_every, _LEAST_EVERY)
+            following = self._sums.step + self._clock.steps_between(step, every)
+            following += -following % every
             with suppress(RuntimeError):  # a store that fails is found by who needs it
-                self._here.store.set(self._verdict, json.dumps([self._sums.step, differ, after]))
-        return step + 1
+                said = [self._sums.step, differ and is_in_step, following]
+                self._here.store.set(self._verdict, json.dumps(said))
+        return step + self._lag
 
     def _look(self, step: int) -> int:
         self._do = self._sum
         plan, store, said = self._plan(), self._here.store, [0, False, 0]
-        if plan is not None and store is not None and self._are_in_step:
+        if plan is not None and store is not None:
             with suppress(RuntimeError):
                 said = json.loads(store.get(self._verdict))
-            after, differ, self._next = said
-            if after == self._sums.step and differ:
-                self._act(plan)
+            after, differ, following = said
+            if after == self._sums.step:
+                self._next = following
+                if differ:
+                    self._act(plan, self._sums)
         return step + 1
 
     # -- what differs --------------------------------------------------------------------------
 
-    def _act(self, plan: Plan) -> None:
+    def _act(self, plan: Plan, sums: _BitSums) -> None:
         """Find what differs, with all ranks, and raise or warn."""
         here = self._here
-        said = all_gather_json(here, _OPERATION, [self._sums.rates, self._sums.by_part(), self._changed])
+        said = all_gather_json(here, _OPERATION, [sums.rates, sums.by_part(), self._changed])
         what = _rates_that_differ([each[0] for each in said])
         if not what:
-            mine = self._find_odd([each[1] for each in said])
+            mine = self._find_odd(sums.names, [each[1] for each in said])
             what = next(filter(None, all_gather_json(here, f"{_OPERATION}/names", mine)), "")
             changed = list(dict.fromkeys(name for each in said for name in each[2]))[:3]
             if what and changed:
                 names = ", ".join(map(repr, changed))
                 what += f"; the forward pass changes {names}, on each rank by its own batch"
         if what and plan.on_difference == "stop":
-            raise Mismatch(
-                _sentence(self._sums.step, what), rank=here.job_rank, operation=_OPERATION, remedy=_REMEDY
-            )
+            raise Mismatch(_sentence(sums.step, what), rank=here.job_rank, operation=_OPERATION, remedy=_REMEDY)
         if what:
             self._is_over = True
-            self._tell(what)
+            self._tell(sums, what)
 
-    def _find_odd(self, sums: Sequence[Mapping[str, Sequence[int]]]) -> str:
-        """Return which parameters of this rank's parts differ on which ranks; empty: none do."""
-        for part in self._sums.parts:
-            holders = [rank for rank, each in enumerate(sums) if part.key in each]
-            odd = [i for i in range(len(part.names)) if len({sums[rank][part.key][i] for rank in holders}) > 1]
+    def _find_odd(self, parts: Mapping[str, list[str]], sums: Sequence[Mapping[str, Sequence[int]]]) -> str:
+        """Return which parameters of this rank's `parts` differ on which ranks; empty: none do."""
+        for key, names in parts.items():
+            holders = [rank for rank, each in enumerate(sums) if key in each]
+            odd = [i for i in range(len(names)) if len({sums[rank][key][i] for rank in holders}) > 1]
             if odd:
-                names = repr(part.names[odd[0]]) + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
-                return f"{self._name_odd({r: tuple(sums[r][part.key][i] for i in odd) for r in holders})}: {names}"
+                named = repr(names[odd[0]]) + (f" and {len(odd) - 1} more" if len(odd) > 1 else "")
+                return f"{self._name_odd({r: tuple(sums[r][key][i] for i in odd) for r in holders})}: {named}"
         return ""
 
     def _name_odd(self, values: Mapping[int, object]) -> str:
@@ -311,83 +338,91 @@ class EqualModels:
         where = sorted({hosts[rank] for rank in ranks if rank < len(hosts)})
         return name_ranks(ranks) + (f" (on {', '.join(where)})" if where else "")
 
-    def _tell(self, what: str) -> None:
+    def _tell(self, sums: _BitSums, what: str) -> None:
         if self._here.rank == 0 and not self._has_told:
-            write_notice(f"warning: {_sentence(self._sums.step, what)}; {_REMEDY}")
+            write_notice(f"warning: {_sentence(sums.step, what)}; {_REMEDY}")
         self._has_told = True
 
     # -- what there is -------------------------------------------------------------------------
 
-    def _models(self, *, in_step: bool = False) -> list[nn.Module]:
-        """Return the models that are compared; `in_step`: but those that ranks train alone between meetings."""
+    def _models_in_step(self) -> list[nn.Module]:
+        """Return those whose ranks meet in every step: what one wrote into the store before it, all find there."""
         found = []
         for model in DistributedModel.all_of(self._here):  # those of a world that is over may live on some ranks
-            own = DistributedModel.of(model)
-            plan, _ = own.plan_and_mesh
-            is_away = SyncSpec.parse(plan.sync).is_server
-            if not is_away and not (in_step and own.policy is not None and own.policy.is_local):
+            policy = DistributedModel.of(model).policy
+            if policy is None or not policy.is_local:
                 found.append(model)
         return found
-
-    @property
-    def _are_in_step(self) -> bool:
-        """Whether ranks meet in every step: what one wrote into the store before it, all find there after it."""
-        owners = map(DistributedModel.of, DistributedModel.all_of(self._here))
-        return not any(own.policy is not None and own.policy.is_local for own in owners)
 
     def _plan(self) -> Plan | None:
         models = DistributedModel.all_of(self._here)
         return DistributedModel.of(models[-1]).plan if models else None
 
     def _rates(self) -> list[float]:
-        found = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
-        rates = [group.get("lr") for each in found for group in each.param_groups]
+        """Return the learning rates for distributed models; a rank may have a model of its own beside."""
+        optimizers = [each for each in self._here.session.steps.optimizers() if isinstance(each, Optimizer)]
+        groups = [group for each in optimizers for group in each.param_groups]
+        if len(optimizers) > 1:
+            models = DistributedModel.all_of(self._here)
+            known = {id(parameter) for model in models for parameter in model.parameters()}
+            groups = [group for group in groups if any(id(each) in known for each in group["params"])]
+        rates = [group.get("lr") for group in groups]
         return [float(rate) for rate in rates if isinstance(rate, (int, float, torch.Tensor))]
 
 
-@dataclass(frozen=True)
 class _AlikePart:
     """Parameters of one model that some ranks have alike. See [Note: who holds the same]."""
 
-    key: str
-    """The number of the model, and a hash of names, types and boxes; equal on ranks that hold the same."""
-    names: list[str]
-    tensors: list[torch.Tensor]
-    """What this rank has of each, or a DTensor with it; on one device."""
+    def __init__(self, key: str, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        self.key = key
+        """The number of the model, and a hash of names, types and boxes; equal on ranks that hold the same."""
+        self.names = [name for name, _ in named]
+        self._tensors = [weakref.ref(each) for _, each in named]
+        self._shapes = [each.shape for _, each in named]
+
+    def tensors(self) -> list[torch.Tensor] | None:
+        """Return what this rank has of each, or a DTensor with it; None if they are not what they were."""
+        found = [tensor for each in self._tensors if (tensor := each()) is not None]
+        return found if [each.shape for each in found] == self._shapes else None
 
 
 class _KnownParts:
     """The parts of models, looked up now and then: parameters are seldom replaced, and always on all ranks."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[nn.Module, tuple[int, list[_AlikePart]]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[DistributedModel, tuple[int, list[_AlikePart]]] = WeakKeyDictionary()
 
-    def of(self, models: Iterable[nn.Module]) -> list[_AlikePart]:
-        """Return those of these models."""
+    def of(self, models: Iterable[nn.Module]) -> list[tuple[_AlikePart, list[torch.Tensor]]]:
+        """Return those of these models, with their tensors."""
         found = []
         for model in models:
-            uses, parts = self._known.get(model, (_MOST_USES, []))
-            if uses >= _MOST_USES:
-                uses, parts = 0, _find_parts(model)
-            self._known[model] = uses + 1, parts
-            found += parts
+            own = DistributedModel.of(model)
+            uses, parts = self._known.get(own, (_MOST_USES, []))
+            tensors = [each.tensors() for each in parts]
+            if uses >= _MOST_USES or None in tensors:
+                uses, parts = 0, _find_parts(model, own)
+                tensors = [each.tensors() for each in parts]
+            self._known[own] = uses + 1, parts
+            found += [(part, each) for part, each in zip(parts, tensors, strict=True) if each is not None]
         return found
 
 
-def _find_parts(model: nn.Module) -> list[_AlikePart]:
-    own = DistributedModel.of(model)
+def _find_parts(model: nn.Module, own: DistributedModel) -> list[_AlikePart]:
+    _, mesh = own.plan_and_mesh
     kinds: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
-    for name, each in own.parameters_here(model):
-        is_shard, split = isinstance(each, DTensor), split_of(each)
-        is_known = is_shard or type(each) in (nn.Parameter, LateParameter)
-        if is_known and not each.is_meta and each.layout is torch.strided:
-            kind = (is_shard, each.device, None if split is None else split.degree)
-            kinds.setdefault(kind, []).append((name, each))
+    for name, parameter in own.parameters_here(model):
+        for each in stored_tensors([parameter]):
+            is_shard, split = isinstance(each, DTensor), split_of(each)
+            is_known = is_shard or type(each) in (torch.Tensor, nn.Parameter, LateParameter)
+            if is_known and not each.is_meta and each.layout is torch.strided:
+                kind = (is_shard, each.device, None if split is None else split.degree)
+                kinds.setdefault(kind, []).append((name, each))
     found = []
-    for named in kinds.values():
-        text = repr([(name, each.dtype, boxes_here(each, split_of(each))) for name, each in named])
-        key = f"{own.number} {hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        found.append(_AlikePart(key, [name for name, _ in named], [each for _, each in named]))
+    for (_, device, _), named in kinds.items():
+        place = mesh.rank("tensor") if device.type != "cpu" else 0
+        boxes = [(name, each.dtype, boxes_here(each, split_of(each))) for name, each in named]
+        text = repr((mesh.degrees, place, boxes))
+        found.append(_AlikePart(f"{own.number} {hashlib.sha256(text.encode()).hexdigest()[:16]}", named))
     return found
 
 
@@ -427,23 +462,26 @@ class _BitSums:
     """Sums of the bits of each parameter after one step, on a device until they are read; and learning rates."""
 
     @torch.no_grad()
-    def __init__(self, parts: list[_AlikePart], step: int, rates: list[float]) -> None:
+    def __init__(
+        self, parts: Sequence[tuple[_AlikePart, list[torch.Tensor]]], step: int, rates: list[float]
+    ) -> None:
         self.step, self.rates = step, rates
-        self.parts: list[_AlikePart] = []
+        self.names: dict[str, list[str]] = {}
+        """By part."""
         self.are_on_device = False
         """Whether the host must wait to read them."""
-        self._read: list[Callable[[], torch.Tensor]] = []
-        for part in parts:
+        self._read: dict[str, Callable[[], torch.Tensor]] = {}
+        for part, tensors in parts:
             with suppress(RuntimeError, NotImplementedError, TypeError):  # memory of another library's kind
-                made = bit_sums([each.to_local() if isinstance(each, DTensor) else each for each in part.tensors])
+                made = bit_sums([each.to_local() if isinstance(each, DTensor) else each for each in tensors])
                 streams = streams_of(made.device)
-                self._read.append(made.detach if streams is None else streams.to_host(made).read)
+                self._read[part.key] = made.detach if streams is None else streams.to_host(made).read
                 self.are_on_device |= streams is not None
-                self.parts.append(part)
+                self.names[part.key] = part.names
 
     def by_part(self) -> dict[str, list[int]]:
-        """Return them by the keys of the parts, in the order of the names."""
-        return {part.key: read().tolist() for part, read in zip(self.parts, self._read, strict=True)}
+        """Return them by part, in the order of the names."""
+        return {key: read().tolist() for key, read in self._read.items()}
 
     def digests(self) -> dict[str, str]:
         """Return a hash of the sums of each part."""

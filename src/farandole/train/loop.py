@@ -17,6 +17,7 @@ from typing import IO, Any
 import torch
 import torch.distributed as dist
 
+from ..comm.engine.redo import ask_all
 from ..comm.world.comm_errors import refuse_if_ended, translate_error, translated
 from ..comm.world.store_sync import all_gather_json, require_same
 from ..comm.world.world import World, has_world, world
@@ -83,11 +84,15 @@ def mean(value: float | torch.Tensor, samples: float = 1) -> float:
     here = world()
     number = float(value.detach() if isinstance(value, torch.Tensor) else value)
     weighted = number * samples if samples else 0.0
-    both = torch.tensor([weighted, float(samples)], dtype=torch.float64, device=here.device)
-    if here.size > 1:
-        with translated(here, "mean"):
-            dist.all_reduce(both, group=here.group)
-    total, count = both.tolist()
+
+    def question() -> list[float]:
+        both = torch.tensor([weighted, float(samples)], dtype=torch.float64, device=here.device)
+        if here.size > 1:
+            with translated(here, "mean"):
+                dist.all_reduce(both, group=here.group)
+        return both.tolist()
+
+    total, count = ask_all(here, question) if here.size > 1 else question()
     return float(total / count) if count else float("nan")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..comm.engine.redo import ask_all
 from ..comm.world.comm_errors import translated
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
@@ -74,10 +75,15 @@ def preempted_or(other: bool) -> tuple[bool, bool]:
         return _warning.by != 0, other
     here = world()
     here.session.asks_all_ranks = True
-    flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
-    with translated(here, "preempted"):
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=here.group)
-    told, others = flags.tolist()
+
+    def question() -> list[float]:
+        flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
+        if here.size > 1:
+            with translated(here, "preempted"):
+                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=here.group)
+        return flags.tolist()
+
+    told, others = ask_all(here, question)
     return bool(told), bool(others)
 
 

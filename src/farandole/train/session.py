@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from ..comm.world.connect import connect, watch_forks
+from ..comm.world.session import RankChange
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.env import (
     RunSettings,
@@ -231,6 +232,8 @@ def init(
 
     worker = member()
     here = join() if worker is None else worker.enter(join)
+    if worker is not None:
+        here.session.regroup = worker.regroup_of(here)
     session = here.session.keep(TrainSession, lambda: TrainSession(here, place))
     session.open(0 if worker is None else worker.generation, settings, progress=progress)
     atexit.register(shutdown)
@@ -290,6 +293,14 @@ class TrainSession:
         here.session.stall_seconds = plan.stall_seconds
         here.session.degrees = degrees_of(plan, here.size)
         self._stall = StallWatcher(here, self._directory, _crashes.stacks)
+        self._stall.open()
+        here.session.follow_change(self.follow)
+
+    def follow(self, change: RankChange) -> None:
+        """Ranks were lost: watch those that are left."""
+        if self._stall is not None:
+            self._stall.close(keep_positions=False)
+        self._stall = StallWatcher(self._here, self._directory, _crashes.stacks)
         self._stall.open()
 
     def close(self) -> None:

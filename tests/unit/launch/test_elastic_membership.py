@@ -440,3 +440,15 @@ def test_a_job_that_ends_waits_for_no_lost_host() -> None:
     job.membership.host_is_lost("b", "no sign of life", job.now)
     job.turn()
     assert job.stop == Stop(False), "a member was lost"
+
+
+def test_a_new_worker_has_no_part_in_a_step_that_is_made_again() -> None:
+    job = trained({"a": 2})
+    job.membership.hosts_are({"a": 2, "b": 1}, job.now)
+    job.turn()
+    job.ready(2, progress=-1)
+    job.dies(1)
+    where = {"progress": 1, "address": "h", "port": 1000}
+    job.membership.is_ready(0, **where, now=job.now, is_in_step=True)  # type: ignore[arg-type]
+    job.turn()
+    assert job.ranks() == {0: 0}, "alone, though worker 2 waits"

@@ -349,6 +349,13 @@ class BucketSet:
             self.carry_over.keep(index, each)
         self._take(buckets)
 
+    def remake(self, route: Route) -> None:
+        """Make all buckets anew, for other ranks: with the same members, and what codecs keep."""
+        self._loaded = self.state()
+        with self._with_room(route):
+            made = [self._make(b.members, self._info(b.members[0], b.is_sparse), route) for b in self.buckets]
+        self._take(made)
+
     def _take(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         for bucket in buckets:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -193,6 +193,20 @@ class OldCountGuard:
             )
 
 
+class ExchangeRedo(Protocol):
+    """What makes an exchange again when a rank is lost. See `redo`."""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be sent any more in this exchange."""
+
+    def note(self, problem: CommError) -> None:
+        """An exchange has failed during a backward pass, which goes on."""
+
+    def finish(self, reducers: Sequence[Any]) -> None:
+        """End the exchange of the `BackwardPasses` that are given."""
+
+
 class ReducerGuards:
     """Those of one reducer."""
 
@@ -201,6 +215,8 @@ class ReducerGuards:
         self.second_gradient = SingleGradientGuard(options)
         self.nonfinite = NonFiniteGuard(world, buckets, nonfinite)
         self.old_count = OldCountGuard(world)
+        self.redo: ExchangeRedo | None = None
+        """What makes an exchange again when a rank is lost; None: nothing does."""
 
 
 # Ranks that call `fd.weight` in a step and ranks that do not. See [Note: who weighs].

@@ -38,6 +38,7 @@ from ..world.store_sync import all_gather_json, require_same
 from ..world.world import World
 from .bucket import Bucket, LateSteps, Waitable
 from .buckets import BucketSet
+from .grad_ownership import replace_grad
 from .guards import refuse_messages
 from .noise_sums import NoiseSums
 from .parameters import ExtraTensors, ParameterTable, device_of
@@ -114,8 +115,8 @@ class InFlightBuckets:
         """Whether buckets are launched as soon as they are complete."""
         self.launched = 0
         """How many buckets are launched, from the first on."""
-        self._works: list[Waitable] = []
         self._timers: list[BucketTimer] = []
+        """Of what is launched, with the work."""
         self._begun = _Begun(None)
         self._marked: Bucket | None = None
         """The bucket that says how many steps were made."""
@@ -130,6 +131,8 @@ class InFlightBuckets:
         """Hears of the exchanges of this reducer alone."""
         self.noise: NoiseSums | None = None
         """What measures the gradients on their way, if anything does."""
+        self.own: list[OwnGradients] | None = None
+        """By bucket, where an exchange may be made again: this rank's own gradients, until it is sure."""
 
     def add_extra_tensors(self, extra: ExtraTensors) -> None:
         """Take `extra` along from the first exchange on."""
@@ -157,7 +160,9 @@ class InFlightBuckets:
         if route is not None and route.on_device is not None:
             self.on_device = self.on_device or DeviceExchanges()
             self.on_device.begin(route.on_device.streams)
-        self._works, self._timers, self._extra_works = [], [], []
+        self.drop()
+        for own in self.own or ():
+            own.is_taken = False
         for bucket in self.buckets.buckets:
             bucket.pending = len(bucket.members)
         if self.buckets.frozen:
@@ -169,7 +174,7 @@ class InFlightBuckets:
 
     def drop(self) -> None:
         """Drop all pending work."""
-        self._works, self._extra_works = [], []
+        self._timers, self._extra_works = [], []
 
     # -- launching -----------------------------------------------------------------------------
 
@@ -196,6 +201,8 @@ class InFlightBuckets:
         bucket = self.buckets.buckets[self.launched]
         if self.on_device is not None:
             self.on_device.join_streams()
+        if self.own is not None:
+            self._keep_own(self.own, bucket)
         try:
             bucket.load(weight)
         except RuntimeError as problem:
@@ -213,7 +220,6 @@ class InFlightBuckets:
             work = bucket.launch(self.open_route.route or self.open_route.require())
         except RuntimeError as problem:
             raise translate_error(problem, self._world, "all-reduce", bucket=self.launched) from None
-        self._works.append(work)
         on_host = self.buckets.table.parameters[bucket.members[0]].is_cpu
         self._timers.append(BucketTimer(launch, work, on_host=on_host))
         self.launched += 1
@@ -224,25 +230,50 @@ class InFlightBuckets:
         steps, passes, epoch = self._begun
         return None if steps is None else steps + _PASS * (passes - 1) + _EPOCH * epoch
 
+    # -- again; see `redo` -----------------------------------------------------------------------
+
+    def _keep_own(self, own: list[OwnGradients], bucket: Bucket) -> None:
+        parameters = [self.buckets.table.parameters[index] for index in bucket.members]
+        if self.launched == len(own):
+            own.append(OwnGradients())
+        own[self.launched].take(parameters, bucket)
+
+    def give_back(self) -> None:
+        """Let parameters have this rank's own gradients again, and codecs what they kept before the exchange."""
+        assert self.own is not None, "they are kept"
+        for own, bucket in zip(self.own, self.buckets.buckets, strict=False):
+            if own.is_taken:  # also of a bucket that was loaded and could not be launched
+                own.give_back([self.buckets.table.parameters[index] for index in bucket.members], bucket)
+        self.own.clear()
+        self.drop()
+
+    def begin_again(self) -> None:
+        """Begin the same exchange once more, after `give_back`."""
+        steps, passes, epoch = self._begun
+        self.begin(0, passes, epoch)
+        self._begun = self._begun._replace(steps=steps)
+
     # -- waiting -------------------------------------------------------------------------------
 
-    def wait(self, steps_begun: int, exchanges_done: int, marks: DeviceMeasures | None = None) -> None:
-        """Wait for everything, and put it where it belongs. The numbers are for the error's text.
+    def arrive(self, marks: DeviceMeasures | None = None) -> None:
+        """Wait for everything. `marks`: where steps on a device are profiled."""
+        if marks is not None:
+            marks.wait_begins()
+        for position, timer in enumerate(self._timers):
+            try:
+                timer.work.wait()
+            except RuntimeError as problem:
+                raise translate_error(problem, self._world, "all-reduce", bucket=position) from None
+        for _, work in self._extra_works:
+            with translated(self._world, "all-reduce of buffers"):
+                work.wait()
 
-        `marks`: where steps on a device are profiled.
+    def settle(self, steps_begun: int, exchanges_done: int, marks: DeviceMeasures | None = None) -> None:
+        """Put what has arrived where it belongs. The numbers are for the error's text.
 
         Raises `Mismatch`, on all ranks, and leaves the sums where they are, when these are of different steps.
         """
-        if marks is not None:
-            marks.wait_begins()
-        for position, work in enumerate(self._works):
-            try:
-                work.wait()
-            except RuntimeError as problem:
-                raise translate_error(problem, self._world, "all-reduce", bucket=position) from None
-        for extra, work in self._extra_works:
-            with translated(self._world, "all-reduce of buffers"):
-                work.wait()
+        for extra, _ in self._extra_works:
             extra.unpack()
         self._agree_on_overflow()
         self._compare_steps([steps_begun, self._begun.passes, self._begun.epoch], exchanges_done)
@@ -250,7 +281,7 @@ class InFlightBuckets:
             self.noise.finish(self.buckets.buckets, carries_over=self.buckets.carry_over.is_active)
         for bucket in self.buckets.buckets:
             bucket.finalize()
-        self.drop()
+        self._extra_works = []
         if marks is not None:
             marks.wait_ends()
 
@@ -318,13 +349,54 @@ class InFlightBuckets:
         return BucketLayout(self.open_route.name, facts, self.open_route.number or 0)
 
 
+class OwnGradients:
+    """A copy of this rank's gradients of one bucket, and what its codec kept, of before an exchange."""
+
+    def __init__(self) -> None:
+        self.is_taken = False
+        """Whether the bucket has taken them, in the exchange under way."""
+        self._gradients: list[torch.Tensor | None] = []
+        self._states: dict[int, Any] = {}
+
+    def take(self, parameters: Sequence[torch.Tensor], bucket: Bucket) -> None:
+        """Copy what the bucket is about to take."""
+        self.is_taken = True
+        now, before = [each.grad for each in parameters], self._gradients
+        pairs = list(zip(now, before, strict=False))
+        if len(pairs) == len(now) and all(_is_alike(*pair) for pair in pairs):
+            torch._foreach_copy_(
+                [each for each in before if each is not None], [each for each in now if each is not None]
+            )
+        else:
+            self._gradients = [None if each is None else each.detach().clone() for each in now]
+        self._states = {} if bucket.coded is None else dict(bucket.coded.states.current)
+
+    def give_back(self, parameters: Sequence[torch.Tensor], bucket: Bucket) -> None:
+        """Let the parameters have them; called once."""
+        for parameter, own in zip(parameters, self._gradients, strict=True):
+            replace_grad(parameter, own)
+        if bucket.coded is not None:
+            bucket.coded.states.current.clear()
+            bucket.coded.states.current.update(self._states)
+
+
+def _there(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [each for each in tensors if each is not None]
+
+
+def _is_alike(now: torch.Tensor | None, before: torch.Tensor | None) -> bool:
+    if now is None or before is None:
+        return now is before
+    return not now.is_sparse and (now.shape, now.dtype, now.device) == (before.shape, before.dtype, before.device)
+
+
 class BucketTimer:
     """The times of one launched bucket."""
 
     def __init__(self, launch_seconds: float, work: Waitable, *, on_host: bool) -> None:
         """`on_host`: an accelerator's future is done when its work is queued, which says nothing."""
         self.launch_seconds = launch_seconds
-        self._work = work
+        self.work = work
         self._done_seconds = 0.0
         if on_host and isinstance(work, dist.Work):
             work.get_future().add_done_callback(self._done)
@@ -336,7 +408,7 @@ class BucketTimer:
         """Return the times of a bucket that has been waited for by `now`. `ready_seconds`: 0.0 is not ready."""
         ready = [at for index in bucket.members if (at := ready_seconds[index])]
         first, last = (min(ready), max(ready)) if ready else (None, None)
-        work, launch = self._work, self.launch_seconds
+        work, launch = self.work, self.launch_seconds
         job = work.job if isinstance(work, StagedWork) else work
         if isinstance(job, BucketWork):
             begin, end = job.begin_seconds or launch, job.end_seconds or now
@@ -489,6 +561,11 @@ class OpenRoute:
         when_dropped = weakref.finalize(reducer, self._world.session.let_go_later, self.close)
         when_dropped.atexit = False
         return when_dropped
+
+    def leave(self) -> None:
+        """Close the connections to ranks of which some are lost; `connect` may follow."""
+        self.close()
+        self.is_closed = False
 
     def close(self) -> None:
         """Close the connections."""

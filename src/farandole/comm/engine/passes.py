@@ -34,6 +34,7 @@ from ...core.vocabulary.errors import CommError
 from ...core.vocabulary.events import BACKWARD, Phase
 from ..autotune.profile import PassTimings
 from ..device.streams import outside_graphs
+from ..world.comm_errors import LOST
 from ..world.world import World
 from .grad_ownership import LocalAccumulation
 from .guards import CountCalls, ReducerGuards
@@ -110,9 +111,13 @@ class BackwardPasses:
             self.current.arrivals.append(index)
         elif self._in_flight.is_exchanging:
             bucket.pending -= 1
-            if bucket.pending == 0 and self.local.aside is None:
+            if bucket.pending == 0 and self.local.aside is None and not self._is_broken:
                 try:
                     self._in_flight.launch_complete(self._weight)
+                except LOST as problem:
+                    if self.guards.redo is None:
+                        raise self._options.map_error(problem) from None
+                    self.guards.redo.note(problem)
                 except CommError as problem:
                     raise self._options.map_error(problem) from None
 
@@ -228,9 +233,32 @@ class BackwardPasses:
         if self._in_flight.noise is not None:
             self._in_flight.noise.begin(self.steps_begun)
 
+    @property
+    def _is_broken(self) -> bool:
+        return self.guards.redo is not None and self.guards.redo.is_broken
+
     def _finish_exchange(self) -> None:
+        if self.guards.redo is not None:
+            self.guards.redo.finish([self])
+            return
         self.launch_rest()
         self.finalize_backward()
+
+    def end_alone(self) -> None:
+        """All other ranks were lost: the gradients are as they are."""
+        self.local.passes = self.local.uncounted = 0
+        self.exchanges_done += 1
+
+    def take_back(self) -> None:
+        """Let parameters have this rank's own gradients again."""
+        self._in_flight.give_back()
+
+    def begin_again(self, scale: float) -> None:
+        """Begin the exchange once more, for other ranks: `scale` times this rank's share of the batch."""
+        self.local.factor *= scale
+        self._in_flight.begin_again()
+        if self._buckets.buckets:
+            self._in_flight.launch_extra_tensors(self.local.factor)
 
     def launch_rest(self) -> None:
         """Launch buckets that are not complete; in the first pass, agree on buckets."""
@@ -255,9 +283,19 @@ class BackwardPasses:
 
     def finalize_backward(self) -> None:
         """Wait for all buckets, and let their means be the gradients."""
-        wait_begin = time.monotonic()
-        self._record_backward(wait_begin)
-        self._in_flight.wait(self.steps_begun, self.exchanges_done, self._tuning.marks)
+        self.arrive()
+        self.settle()
+
+    def arrive(self) -> None:
+        """Wait for all buckets."""
+        self.current.wait_begin_seconds = time.monotonic()
+        self._record_backward(self.current.wait_begin_seconds)
+        self._in_flight.arrive(self._tuning.marks)
+
+    def settle(self) -> None:
+        """Let the means that have arrived be the gradients."""
+        wait_begin = self.current.wait_begin_seconds
+        self._in_flight.settle(self.steps_begun, self.exchanges_done, self._tuning.marks)
         if self._buckets.carry_over.is_active:
             self._buckets.settle_carry_over()
         wait_end = time.monotonic()
@@ -298,6 +336,8 @@ class OpenPass:
         """Start of the first forward pass of the step."""
         self.backward_seconds = 0.0
         """When the model's backward pass began, which is before its first gradient is ready."""
+        self.wait_begin_seconds = 0.0
+        """When it had ended, and all buckets were waited for."""
         self._begin_seconds = 0.0
 
     def open(self, *, is_tuned: bool) -> None:
@@ -376,6 +416,10 @@ def _outside() -> Callable[[Callable[[int], None], int], None]:
 def _finish(task: int) -> None:
     """End the exchanges of all reducers in pass `task`. See [Note: one order]."""
     reducers = sorted(_waiting.pop(task), key=lambda passes: passes.order)
+    redo = next((passes.guards.redo for passes in reducers if passes.guards.redo is not None), None)
+    if redo is not None:
+        redo.finish(reducers)
+        return
     for end in (BackwardPasses.launch_rest, BackwardPasses.finalize_backward):
         for passes in reducers:
             try:

@@ -356,6 +356,17 @@ class GradientReducer:
         self.passes.guards.nonfinite.commit()
         self.buckets.load_state(entries)
 
+    def reconnect(self) -> None:
+        """Exchange with the ranks that the world has now; called by all of them, after `OpenRoute.leave`."""
+        self.passes.divisor = float(self.world.size)
+        if self.world.size == 1:
+            self.remove()
+            return
+        if self.tuning.tuner is not None:
+            self.tuning.tuner.close()
+        self.tuning.connect()
+        self.buckets.remake(self.tuning.route_of_new_buckets())
+
     # -- the end -----------------------------------------------------------------------------
 
     def remove(self) -> None:

@@ -25,6 +25,8 @@ from ...core.failures import first_line, is_peer_lost, is_timeout, waited_second
 from ...core.host.open_sockets import Key, borrowed, open_sockets, sockets_of_other_threads
 from ...core.vocabulary.errors import CommError, PeerLost, PlanError, Stalled
 
+LOST = (PeerLost, Stalled)
+"""What says that a rank is lost, and not that ranks disagree."""
 _ENDED = "this generation of ranks has ended: one of them is gone"
 
 

@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from ...core.env import BACKENDS, nccl_host, read_backend, read_elastic_settings
 from ...core.failures import first_line
 from ...core.host.stacks import OutermostHook
 from ...core.rank_variables import RankVariables, how_to_start_all, read_rank_variables
+from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.errors import CommError, ConfigError, Mismatch
 from ...version import VERSION
 from ..device.accelerator import backend_of, local_gpu, set_device, unique_id
@@ -88,6 +89,31 @@ def connect(
         made = _connect_many(place, timeout_seconds, _device(device, place.local_rank), backend)
     current.world, current.parents = made, None
     return made
+
+
+_PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "address", "source", "groups")
+
+
+def connect_again(here: World, enter: Callable[[Callable[[], World]], World]) -> None:
+    """Let `here`, whose groups are of no more use, be the ranks of a job's next generation.
+
+    What holds it sees them from now on; its session stays. `enter` calls what it is given when the ranks are
+    there. Raises what `enter` raises, and `here` is closed then.
+    """
+    timeout_seconds, device, session = here.timeout_seconds, here.device, here.session
+    here.groups.close()
+    forget_generation()
+    current.world = current.sockets = None
+    try:
+        made = enter(lambda: connect(timeout_seconds=timeout_seconds, device=device))
+    except BaseException:
+        here.closed = True
+        raise
+    for name in _PLACE:
+        setattr(here, name, getattr(made, name))
+    if session.degrees is not None:
+        session.degrees = Degrees(data=here.size)
+    current.world, current.sockets = here, here.sockets
 
 
 def _choose_backend(wanted: str | None) -> str | None:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ...core.vocabulary.degrees import Degrees
 from ...core.vocabulary.events import NullRecorder, Recorder, StepDone
@@ -101,6 +101,47 @@ class StepCounter:
         self.on_begin = None
 
 
+# Ranks that change while a training goes on: some are lost, and the others go on beneath what holds their world.
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """What has changed, as one rank sees it."""
+
+    rank: int
+    """Its number before; `World.rank` has that of now."""
+    size: int
+    """Ranks before."""
+    left: tuple[int, ...]
+    """Numbers before of the ranks that there are now, in the order of now."""
+    is_behind: bool
+    """Whether this rank is to make the step before the one that others make again."""
+    loops: list[Any]
+    """Where the loaders of those others stand. See `DividedLoops.under_way`."""
+
+
+class Regroup(Protocol):
+    """The way of a job's ranks from one generation to the next."""
+
+    def leave(self, why: str) -> None:
+        """Free all ranks from what they wait for: this generation is over."""
+
+    def enter(self) -> None:
+        """Wait for the ranks that are left, and let the world be these."""
+
+
+class DividedLoops:
+    """The loaders that are divided over the ranks, where ranks may be lost. One a session."""
+
+    def note_exchange(self) -> None:
+        """What was drawn so far is in gradients that all ranks have."""
+        raise NotImplementedError
+
+    def under_way(self) -> list[Any]:
+        """Return where they stand, as JSON: equal on ranks that are in one step."""
+        raise NotImplementedError
+
+
 _Kept = TypeVar("_Kept")
 
 
@@ -122,6 +163,9 @@ class Session:
     """Whether the exchange of gradients may change while the job runs, so that it is made ready for that."""
     asks_all_ranks: bool = False
     """Whether the loop asks all ranks in its steps, as `fd.preempted` does."""
+    regroup: Regroup | None = None
+    """How ranks that are left go on; None: the job ends when one is lost."""
+    _followers: Listeners = field(default_factory=Listeners)
     _kept: dict[type, Any] = field(default_factory=dict)
     _dropped: deque[Callable[[], None]] = field(default_factory=deque)
     _closers: Listeners = field(default_factory=Listeners)
@@ -195,6 +239,17 @@ class Session:
         the process when they are met at its exit.
         """
         self._closers.add(closer, first=first)
+
+    def follow_change(self, follower: Callable[[RankChange], None]) -> None:
+        """Call the bound method `follower` when the ranks have changed: on all of them, in the order of calls.
+
+        The groups and the store of the world are the new ones then.
+        """
+        self._followers.add(follower)
+
+    def ranks_change(self, change: RankChange) -> None:
+        """Tell those that follow."""
+        self._followers(change)
 
     def call_in_forked_child(self, forget: Callable[[], None]) -> None:
         """Call the bound method `forget` in a forked child, if its object still lives.

@@ -42,7 +42,7 @@ class BackgroundStore:
 
     def __init__(self, world: World) -> None:
         assert world.store is not None, "a world of one has nobody to write to"
-        self._world = world
+        self._world, self._groups = world, world.groups
         with translated(world, "opening a connection to the store"):
             store: Any = world.store  # torch's stubs do not know `clone`
             before = open_sockets()
@@ -66,7 +66,8 @@ class BackgroundStore:
         end = time.monotonic() + timeout_seconds
         with translated(self._world, key):
             while not self._store.check([f"{key}/count"]):
-                if time.monotonic() > end or self._world.closed:
+                is_over = self._world.closed or self._world.groups is not self._groups  # ranks were lost
+                if time.monotonic() > end or is_over:
                     raise Stalled(
                         f"{what} did not come within {timeout_seconds:g} s",
                         rank=self._world.job_rank,

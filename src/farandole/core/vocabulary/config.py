@@ -46,7 +46,7 @@ PLAN_TABLES: Final = {
     "precision": ("precision", "bf16_parameters"),
     "sync": (
         "accumulate", "clip_norm", "sync_batch_norm", "buffers", "nonfinite", "timeout_seconds", "stall_seconds",
-        "check_every", "on_difference", "sync", "balance", "balance_cap",
+        "check_every", "on_difference", "on_failure", "sync", "balance", "balance_cap",
     ),
 }  # fmt: skip
 """All keys of a plan, by table; "": in none."""

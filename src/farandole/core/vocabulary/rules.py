@@ -358,6 +358,10 @@ RULES: Final = (
          ": a rank that is lost takes its shards with it, and the others cannot go on from their memory",
          f"leave --min-np and --host-discovery-script out, {_START_AGAIN} (fd.load takes any number); "
          "or set zero = 0"),
+    *(Rule({degree: _above(1), "on_failure": _one_of("continue"), "elastic": _is_set},
+           ": a rank that is lost takes its part of the model with it",
+           f'leave --min-np out, or give it with --restarts 3; or set on_failure = "stop", and {_START_AGAIN}')
+      for degree in DIVIDING),
     Rule({"sync": _other_than(EVERY_STEP), "elastic": _is_set}, f", whose ranks change,{_NOT_YET}",
          f"leave sync out; or {_START_AGAIN}"),
     Rule(_UNEQUAL | {"elastic": _is_set}, f", whose ranks change,{_NOT_YET}", "leave balance out"),

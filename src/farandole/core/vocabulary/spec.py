@@ -133,9 +133,11 @@ class Plan:
     stall_seconds: float = 10.0
     """Say which rank is where after this many seconds without a step, or 20 median steps if longer. 0: never."""
     check_every: int = 10
-    """Steps between two comparisons of all that ranks' models have in common (from 5 on); 0: never."""
+    """Steps between two comparisons of all that ranks' models have in common (from 8 on); 0: never."""
     on_difference: Literal["stop", "warn"] = "stop"
     """If they differ: "stop" on all ranks, before the next checkpoint, or say so once."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """With `--min-np`, when a rank is lost: "continue", its step made again by the others, or "stop"."""
     sync: str = EVERY_STEP
     """When replicas agree: "every_step", "local:H=30", "async" by servers: see docs/fast/rarely-meeting.md."""
     balance: str = EQUAL

@@ -154,6 +154,7 @@ class ElasticJob(JobLoop):
                     address=str(frame["address"]),
                     port=int(frame["port"]),
                     now=now,
+                    is_in_step=bool(frame.get("in_step")),
                 )
             elif frame["type"] == "failed":
                 self._membership.has_failed(worker, int(frame["generation"]), str(frame["why"]), now)

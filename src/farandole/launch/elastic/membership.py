@@ -53,6 +53,8 @@ class Worker:
     """Where it offers to be met as rank 0; valid while it is ready."""
     has_trained: bool = False
     """Whether it ever was in a generation."""
+    is_in_step: bool = False
+    """Whether it waits to make a step again with those that were in it: one that is new has no part in that."""
 
     @property
     def is_alive(self) -> bool:
@@ -173,13 +175,16 @@ class Membership:
                 self._remove(worker, now)
                 self._orders.append(Kill(worker.number))
 
-    def is_ready(self, number: int, *, progress: int, address: str, port: int, now: float) -> None:
+    def is_ready(
+        self, number: int, *, progress: int, address: str, port: int, now: float, is_in_step: bool = False
+    ) -> None:
         """A worker waits for the next generation, with the state after `progress` commits."""
         worker = self.workers[number]
         if not worker.is_alive:
             return
         was_member = worker.state == "member"
         worker.state, worker.progress, worker.address, worker.port = "ready", progress, address, port
+        worker.is_in_step = is_in_step
         self.best_progress = max(self.best_progress, progress)
         if was_member and self.current.asked is None:
             self._break(f"worker {number} left", now)
@@ -354,6 +359,8 @@ class Membership:
         has_time = now - self.began_at <= self.options.elastic_timeout_seconds
         if not self.current.number and self._alive("starting") and has_time:
             return
+        if any(worker.is_in_step for worker in waiting):
+            waiting = [worker for worker in waiting if worker.is_in_step]
         choice = choose(waiting, self.hosts or {}, self.options.max_ranks)
         if len(choice.members) < self.options.min_ranks:
             self._wait_for_more(len(choice.members), now)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
+from ...comm.engine.redo import ask_all
 from ...comm.world.store_sync import all_gather_json, require_same
 from ...comm.world.world import world
 from ...core.vocabulary.errors import CheckpointError, ConfigError
@@ -259,7 +260,11 @@ class Checkpointer:
         begin = self._last_seconds = time.monotonic()
         self._wait()
         try:
-            self._under_way = self._saver.begin(step, copy_later=not wait)
+            begun: list[Save] = []
+            ask_all(self._here, lambda: begun.append(self._saver.begin(step, copy_later=not wait)))
+            if not begun:
+                raise CheckpointError("ranks were lost while it began")
+            self._under_way = begun[-1]
             self._last_step = step
             return self._wait() if wait else True
         except CheckpointError as problem:

@@ -41,6 +41,7 @@ from ...checkpoint.directory import (
 )
 from ...checkpoint.manifest import FileEntry, Manifest, PieceEntry, TensorEntry
 from ...checkpoint.writer_client import Writer
+from ...comm.world.session import RankChange
 from ...comm.world.store_sync import BackgroundStore, all_gather_json
 from ...comm.world.world import World
 from ...core.env import read_run_settings
@@ -128,6 +129,7 @@ class Saver:
         self._after_commit = after_commit
         here.session.call_on_close(self.close)
         here.session.call_in_forked_child(self.forget)
+        here.session.follow_change(self.follow)
         self._directory, self._training, self._here = directory.absolute(), training, here
         self._pool = here.session.keep(WriterPool, lambda: WriterPool(here))
         self._writer = self._pool.take()
@@ -158,7 +160,7 @@ class Saver:
         refuse_open_batch(self._training.model, "farandole.save")
         meet_before(self._training)
         if (models := here.session.kept(EqualModels)) is not None:
-            models.require_equal()
+            models.require_equal(self._training.modules.values())
         tell_left_out(here, self._training.tables.keys())
         numbers = step, here.session.steps.done
         state, said = together_saying(here, "state", self._read_state, lambda found: _digests(found, numbers))
@@ -223,6 +225,17 @@ class Saver:
                 self._pool.give_back(self._writer)
         if self._lock is not None:
             self._lock.release()
+
+    def follow(self, change: RankChange) -> None:
+        """Ranks were lost: save with those that are left. Raises `CheckpointError` on all of them."""
+        if self._is_closed:
+            return
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = self._store = self._divided = None
+        self._open()
+        if self._here.rank == 0:
+            line_of(self._directory, self._here).take_over()
 
     def forget(self) -> None:
         """In a forked child: keep neither the lock nor the writer alive when the rank is gone."""
@@ -450,6 +463,10 @@ class RunLine:
                 f"in {self._directory}, step {left_at} was loaded: later checkpoints are of a line that was given "
                 f"up, and are now {', '.join(names)}"
             )
+
+    def take_over(self) -> None:
+        """Know what another rank wrote until it was lost."""
+        self._steps = saved_steps(self._directory)
 
     def begin(self, step: int | None) -> None:
         """Tell the launcher that a save begins, or (None) that there will be some."""

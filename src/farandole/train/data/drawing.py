@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sized
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -14,15 +15,17 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ...comm.batch_weight import Origin
+from ...comm.world.session import DividedLoops, RankChange
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
+from ...core.vocabulary.text import write_notice
 from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges, balancer_of
 from .loader_watch import leave_out
 from .partition import Part, Partition
 from .position import EpochRows, LatestLoop, LoaderPosition, LoopPlace
-from .rank_sampler import EpochPlan, RankBatches, RankSampler, RoundsPlan, seed_of
+from .rank_sampler import EpochPlan, RankBatches, RankSampler, RoundsPlan, Step, seed_of
 from .stream import ShardedBatch, divide_stream, new_reading, note_reading
 from .told_later import Handover, drawn_ahead, tell
 from .worker_cores import TunedLoaders
@@ -33,7 +36,6 @@ class LoaderState:
 
     def __init__(self, here: World, partition: Partition, seed: int) -> None:
         self.world = here
-        self.evaluate = not partition.placeholders
         self.partition = partition
         self.position = LoaderPosition()
         self.generator = torch.Generator()
@@ -41,7 +43,7 @@ class LoaderState:
         self._seed = seed
         self.parts: RankSampler | RankBatches | None = None
         self.stream: divide_stream | None = None
-        self.latest = here.session.keep(LatestLoop, LatestLoop)
+        self.latest = here.session.keep(LatestLoop, partial(_follow_loops, here))
         self.is_chosen = False
         """Whether `set_epoch` said which epoch comes next."""
         self.loop: Loop | None = None
@@ -51,8 +53,13 @@ class LoaderState:
         self._upcoming: EpochPlan | None = None
         self.draws_alone = threading.Lock()
         """Held while a batch is drawn: a thread of `fd.prefetch` and another loop may do so at a time."""
-        self.number = self.latest.loaders
-        self.latest.loaders += 1
+        self.losses = LostSamples(self)
+        self.number = self.latest.add(self.losses)
+
+    @property
+    def evaluate(self) -> bool:
+        """Whether samples are divided without placeholders."""
+        return not self.partition.placeholders
 
     @property
     def seed(self) -> int:
@@ -212,6 +219,99 @@ class Loop(NamedTuple):
     origin: Origin
 
 
+# Where ranks may be lost, and the others go on in the epoch.
+#
+# [Note: samples of a lost rank] A rank that is lost takes the samples of its last batch with it, whose gradients
+# are gone. All others know which these are, and move them behind what was used of the epoch's order: so what is to
+# come, which is divided over the ranks of now, begins with them. Batches that torch's workers made ahead are
+# dropped.
+
+
+Moved = tuple[tuple[int, tuple[int, ...]], ...]
+"""See `LoopPlace.moved`."""
+
+
+class _Undivided(NamedTuple):
+    """An iteration as it was when a step began in which ranks were lost, perhaps several times."""
+
+    plan: EpochPlan | RoundsPlan
+    moved: Moved
+    size: int
+    """Ranks then."""
+    ranks: tuple[int, ...]
+    """Numbers then of the ranks of now."""
+
+
+class LostSamples:
+    """What one loader does about ranks that are lost. A `FollowsChange`."""
+
+    def __init__(self, own: LoaderState) -> None:
+        self._seen_own = weakref.ref(own)
+        self._drawing: weakref.ref[Drawing] | None = None
+        self._is_ahead = False
+        """Whether batches are drawn by a thread, before the loop is there."""
+        self._sure: tuple[LoopPlace | None, int] = (None, 0)
+        """The iteration of the last sure step, and how many batches it had handed out then."""
+        self._undivided: _Undivided | None = None
+        """By what the batches since that step were divided, if ranks were lost in this one."""
+
+    def draws(self, drawing: Drawing) -> None:
+        """An iteration of torch's begins."""
+        self._drawing, self._is_ahead = weakref.ref(drawing), drawn_ahead() is not None
+
+    def note_exchange(self) -> None:
+        """See `FollowsChange`."""
+        own, drawing = self._seen_own(), None if self._drawing is None else self._drawing()
+        place = None if own is None else own.position.current
+        self._sure = place, 0 if place is None else place.batches
+        if drawing is None or not drawing.is_behind:
+            self._undivided = None
+
+    def under_way(self) -> list[int]:
+        """See `FollowsChange`."""
+        own = self._seen_own()
+        loop, place = (None, None) if own is None else (own.drawn, own.position.current)
+        if own is None or own.evaluate or loop is None or place is not loop.place or place.is_complete:
+            return []
+        before = 0 if loop.plan is None else loop.plan.batches_before
+        return [place.epoch, place.batches, self._sure[1] if self._sure[0] is place else before]
+
+    def follow(self, change: RankChange, place: Sequence[int]) -> None:
+        """See `FollowsChange`. See [Note: samples of a lost rank]."""
+        own = self._seen_own()
+        if own is None:
+            return
+        here, loop, drawing = own.world, own.loop, None if self._drawing is None else self._drawing()
+        own.partition = own.partition.over(here.sample_rank, here.sample_size)
+        divided = own.parts or own.stream
+        if divided is not None:
+            divided.divide(own.partition)
+        if not place or loop is None:
+            return
+        epoch, batches, sure = place
+        plan, parts = loop.plan, own.parts
+        if plan is None or parts is None or drawing is None or self._is_ahead or parts.has_buckets:
+            if here.rank == 0:
+                kind = "a stream" if plan is None else "fd.prefetch" if self._is_ahead else "lengths"
+                write_notice(f"epoch {epoch}: samples of lost ranks are not divided anew until it ends ({kind})")
+            return
+        ranks = tuple(range(change.size))
+        before = self._undivided or _Undivided(plan, loop.place.moved, change.size, ranks)
+        before = before._replace(ranks=tuple(before.ranks[each] for each in change.left))
+        self._undivided = before
+        gone = sorted(set(range(before.size)) - set(before.ranks))
+        end, lost = before.plan.lost_with(gone, range(sure, batches))
+        moved = (*before.moved, (end, tuple(lost))) if lost else before.moved
+        drawing.go_on_after(batches, end - len(lost), moved)
+
+
+def _follow_loops(here: World) -> LatestLoop:
+    made = LatestLoop()
+    here.session.keep(DividedLoops, lambda: made)
+    here.session.follow_change(made.follow)
+    return made
+
+
 class _LoopEnd:
     """What is to be done once when the loop over a loader is left."""
 
@@ -240,10 +340,41 @@ class Drawing:
     See [Note: drawn ahead, told later] in `told_later`.
     """
 
-    def __init__(self, batches: Any, own: LoaderState) -> None:
-        self._batches = batches
+    def __init__(self, batches: Any, own: LoaderState, make: Callable[[], Any] | None = None) -> None:
+        """`make`: where ranks may be lost, returns torch's iterator of the batches from here on."""
+        self._batches, self._make = batches, make
         self._own = own
+        self._loop: Loop
+        self._steps: Iterator[Step] | None
+        self._next: tuple[int, int, Moved] | None = None
+        """After how many batches other ranks divide the epoch, from where on, and what was moved there."""
         self._start()
+
+    def go_on_after(self, batches: int, used: int, moved: Moved) -> None:
+        """Divide over the ranks of now from after so many batches on. See [Note: samples of a lost rank]."""
+        self._next = batches, used, moved
+        if not self.is_behind:
+            self._divide_anew()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether a batch is still to be drawn as ranks divided it that are lost."""
+        return self._next is not None and self._loop.place.batches < self._next[0]
+
+    def _divide_anew(self) -> None:
+        own, place, then, self._next = self._own, self._loop.place, self._next, None
+        assert then is not None, "it is to be divided"
+        assert self._make is not None, "ranks may be lost"
+        assert own.parts is not None, "a stream is read to its end"
+        _, place.used, place.moved = then
+        plan = own.parts.plan = own.parts.make_plan(place)
+        own.loop = own.drawn = self._loop = Loop(place, plan, self._loop.origin)
+        own.generator.manual_seed(seed_of(own.seed, place.epoch, own.partition.rank))
+        self._steps = plan.steps()
+        self._batches = self._make()
+        leave_out(self._batches)
+        if own.world.size > 1 and own.parts.may_be_unequal(place):
+            own.world.session.batch_weight.watches = True
 
     def _start(self) -> None:
         loop = self._own.loop
@@ -251,6 +382,7 @@ class Drawing:
         self._loop = loop
         self._steps = None if loop.plan is None else loop.plan.steps()
         self._rows = EpochRows(self._own.number, loop.place.epoch)
+        self._own.losses.draws(self)
         leave_out(self._batches)
         if self._own.stream is not None:
             with kept_generators():  # what is read in this process for nothing must not draw from them
@@ -267,6 +399,8 @@ class Drawing:
 
     def __next__(self) -> Any:
         begin, cpu = time.monotonic(), time.thread_time()
+        if self._next is not None and not self.is_behind:
+            self._divide_anew()
         own, loop = self._own, self._loop
         try:
             with own.draws_alone:

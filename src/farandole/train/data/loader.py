@@ -95,7 +95,12 @@ def shard(
     )  # not by a constructor of the user's: only its class knows the arguments
     order_seed = _agreed_seed(loader, here, seed)
     partition = Partition(
-        here.sample_rank, here.sample_size, cut.multiple, drop_last=loader.drop_last, placeholders=not evaluate
+        here.sample_rank,
+        here.sample_size,
+        cut.multiple,
+        drop_last=loader.drop_last,
+        is_split=split,
+        placeholders=not evaluate,
     )
     ShardedLoader.__init__(made, loader, here, partition, order_seed, buckets)
     return made
@@ -218,7 +223,7 @@ class ShardedLoader(DataLoader[T_co]):
         note_loader(own.world, self, len(worker_cores()) or None, depth_ahead())
         with on_worker_cores(), sparing_workers(self):
             batches = super()._get_iterator()
-        return Drawing(batches, self._farandole)
+        return Drawing(batches, own, None if own.world.session.regroup is None else super()._get_iterator)
 
 
 _IS_MADE = "_DataLoader__initialized"

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..balance import Division
 
@@ -32,10 +32,17 @@ class Partition:
     size: int
     whole: int
     drop_last: bool = False
+    is_split: bool = False
+    """Whether the batch of all ranks stays the same when their number changes, and not that of each."""
     placeholders: bool = True
     """Give a rank without a sample in the last batch the epoch's first one again, so that steps stay equal."""
     division: Division | None = None
     """Unequal shares of the ranks; None: equal ones."""
+
+    def over(self, rank: int, size: int) -> Partition:
+        """Return it for another number of ranks, seen from `rank`."""
+        whole = self.whole if self.is_split else self.whole // self.size * size
+        return replace(self, rank=rank, size=size, whole=whole)
 
     @property
     def own_size(self) -> int:

@@ -12,10 +12,12 @@ Each iteration has a place of its own. The state is that of the iteration that b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
+from ...comm.world.session import DividedLoops, RankChange
 from ...comm.world.store_sync import require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError
@@ -25,6 +27,7 @@ from .stream import stream_state
 _VERSION = 2
 _NUMBERS = ("version", "epoch", "batches", "used", "seed", "next_epoch", "samples", "order")
 _KEYS = {*_NUMBERS, "cuts", "stream"}
+T = TypeVar("T")
 
 
 @dataclass
@@ -50,13 +53,49 @@ class EpochRows:
             self.runs.append([samples, 1])
 
 
+class FollowsChange(Protocol):
+    """A divided loader, where ranks may be lost."""
+
+    def note_exchange(self) -> None:
+        """See `DividedLoops`."""
+
+    def under_way(self) -> list[int]:
+        """Return the epoch that goes on, its batches so far, and those of them in sure steps; empty: none does."""
+
+    def follow(self, change: RankChange, place: Sequence[int]) -> None:
+        """Divide over other ranks. `place`: what `under_way` is on ranks that are not behind."""
+
+
 @dataclass
-class LatestLoop:
-    """The loop over a divided loader that drew a batch, or ended, last. One a session."""
+class LatestLoop(DividedLoops):
+    """The loop over a divided loader that drew a batch, or ended, last. One a session; its `DividedLoops`."""
 
     rows: EpochRows | None = None
     loaders: int = 0
     """How many were divided: the same number on all ranks."""
+    _alive: WeakValueDictionary[int, FollowsChange] = field(default_factory=WeakValueDictionary)
+
+    def add(self, loader: FollowsChange) -> int:
+        """Return the number of one more loader."""
+        self._alive[self.loaders] = loader
+        self.loaders += 1
+        return self.loaders - 1
+
+    def note_exchange(self) -> None:
+        """See `DividedLoops`."""
+        for loader in self._alive.values():
+            loader.note_exchange()
+
+    def under_way(self) -> list[Any]:
+        """See `DividedLoops`."""
+        found = [[number, *loader.under_way()] for number, loader in sorted(self._alive.items())]
+        return [each for each in found if len(each) > 1]
+
+    def follow(self, change: RankChange) -> None:
+        """Let all loaders divide over other ranks."""
+        places = {number: place for number, *place in change.loops}
+        for number, loader in sorted(self._alive.items()):
+            loader.follow(change, places.get(number, ()))
 
 
 class CutAt(NamedTuple):
@@ -92,6 +131,8 @@ class LoopPlace:
     """Which one it is, where shares change. See `ShareChanges.begin`."""
     shares: tuple[Any, ...] = ()
     """By what the rest of a state that was loaded is to be divided. See `ShareChanges.state`."""
+    moved: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    """Positions that ranks were lost with, before they were used: they follow what was used until then."""
 
 
 @dataclass
@@ -157,6 +198,7 @@ class LoaderPosition:
         found = list(place.shares) or shares(place.iteration, place.used)
         return {
             **({"shares": found} if found else {}),
+            **({"moved": [[used, list(lost)] for used, lost in place.moved]} if place.moved else {}),
             "version": _VERSION,
             "epoch": place.epoch,
             "batches": place.batches,
@@ -177,6 +219,7 @@ class LoaderPosition:
             state["epoch"], state["batches"], state["used"], state["samples"], state["order"],
             tuple(CutAt(*cut) for cut in state["cuts"]), copy.deepcopy(state["stream"]),
             shares=tuple(state.get("shares", ())),
+            moved=tuple((used, tuple(lost)) for used, lost in state.get("moved", ())),
         )  # fmt: skip
         if not state["used"]:
             self.resume = LoopPlace(state["epoch"], shares=self.resume.shares)
@@ -186,7 +229,7 @@ def read_state(here: World, state: Any) -> dict[str, Any]:
     """Return a state that all ranks have; raise `ConfigError` for what is none."""
     is_state = (
         isinstance(state, Mapping)
-        and {*state, "shares"} == {*_KEYS, "shares"}
+        and {*state, "shares", "moved"} == {*_KEYS, "shares", "moved"}
         and all(_is_count(state[name]) for name in _NUMBERS if name != "seed")
         and isinstance(state["seed"], int)
         and state["version"] == _VERSION
@@ -196,6 +239,7 @@ def read_state(here: World, state: Any) -> dict[str, Any]:
         )
         and isinstance(state["stream"], (Mapping, type(None)))
         and ("shares" not in state or is_share_state(state["shares"]))
+        and _are_moves(state.get("moved", []))
     )
     facts = dict(state) if is_state else f"no state: {str(state)[:80]}"
     require_same(
@@ -207,6 +251,28 @@ def read_state(here: World, state: Any) -> dict[str, Any]:
             remedy="save loader.state_dict() beside the model",
         )
     return dict(state)
+
+
+def _are_moves(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(each, (list, tuple)) and len(each) == 2 and _is_count(each[0])
+        and isinstance(each[1], (list, tuple)) and all(_is_count(at) and at < each[0] for at in each[1])
+        for each in value
+    )  # fmt: skip
+
+
+def reordered(order: Sequence[T], moved: Sequence[tuple[int, Sequence[int]]]) -> list[T]:
+    """Return an order whose positions that ranks were lost with follow what was used by then.
+
+    >>> reordered("abcdef", [(4, [1])])
+    ['a', 'c', 'd', 'b', 'e', 'f']
+    """
+    found = list(order)
+    for used, lost in moved:
+        gone = set(lost)
+        kept = [each for position, each in enumerate(found[:used]) if position not in gone]
+        found[:used] = kept + [found[position] for position in lost]
+    return found
 
 
 def _is_count(value: Any) -> bool:

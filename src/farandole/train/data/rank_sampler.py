@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -27,7 +27,7 @@ from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges
 from .length_buckets import Cut, LengthBuckets, digest_of, is_permutation
 from .partition import Part, Partition
-from .position import CutAt, LoopPlace
+from .position import CutAt, LoopPlace, reordered
 
 # One epoch's order, cut into the job's batches, and this rank's part of each: what one iteration goes by.
 #
@@ -66,7 +66,7 @@ class EpochPlan:
         self.place = place
         self.begin = place.used
         self.seed = seed
-        self._batches_before = place.batches
+        self.batches_before = place.batches
         self._partition = partition
         self._draw = draw
         self._changes = changes
@@ -79,7 +79,7 @@ class EpochPlan:
     @property
     def total_steps(self) -> int:
         """This rank's steps in the epoch, with those before `place`."""
-        return self._batches_before + sum(1 for _ in self.steps())
+        return self.batches_before + sum(1 for _ in self.steps())
 
     def steps(self) -> Iterator[Step]:
         """Yield what is known of each of this rank's batches."""
@@ -95,21 +95,39 @@ class EpochPlan:
             else:
                 yield samples[positions.start : positions.stop].tolist()
 
-    def _walk(self, *, draws: bool) -> Iterator[Step]:
-        """`draws`: the batches are given out, by the shares of now. See [Note: where shares change]."""
+    def lost_with(self, ranks: Collection[int], batches: range) -> tuple[int, list[int]]:
+        """Return where some batches end, and which positions in them are those of `ranks`.
+
+        `batches`: counted in the epoch, from 0.
+        """
+        end, lost = self.begin, list[int]()
+        for number, (position, size) in enumerate(self._runs(), self.batches_before):
+            if number >= batches.stop:
+                break
+            end = position + size
+            if number >= batches.start:
+                for rank in ranks:
+                    lost += replace(self._partition, rank=rank).cut(position, size)
+        return end, lost
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Return where each of the job's batches begins, counted from the last cut, and its samples."""
         samples, sizes = self.order
         cut = self.place.cuts[-1].begin if self.place.cuts else 0
         whole = self._partition.whole
         if sizes is None:
             starts = range(self.begin - cut, len(samples), whole)
-            runs = [(start, min(whole, len(samples) - start)) for start in starts]
-        else:
-            ends = list(accumulate(sizes))
-            runs = [
-                (end - size, size) for end, size in zip(ends, sizes, strict=True) if end - size >= self.begin - cut
-            ]
-        for position, size in runs:
-            if size < whole and self._partition.drop_last:
+            return [(start, min(whole, len(samples) - start)) for start in starts]
+        ends = list(accumulate(sizes))
+        return [
+            (end - size, size) for end, size in zip(ends, sizes, strict=True) if end - size >= self.begin - cut
+        ]
+
+    def _walk(self, *, draws: bool) -> Iterator[Step]:
+        """`draws`: the batches are given out, by the shares of now. See [Note: where shares change]."""
+        cut = self.place.cuts[-1].begin if self.place.cuts else 0
+        for position, size in self._runs():
+            if size < self._partition.whole and self._partition.drop_last:
                 continue
             part = self._divided(cut + position, size, draws=draws).part(position, size)
             if part is not None:
@@ -131,7 +149,7 @@ class RoundsPlan:
     ) -> None:
         self.place = place
         self.begin = place.used
-        self._batches_before = place.batches
+        self.batches_before = place.batches
         self._partition = partition
         self._draw = draw
 
@@ -143,7 +161,7 @@ class RoundsPlan:
     @property
     def total_steps(self) -> int:
         """This rank's steps in the epoch, with those before `place`."""
-        return self._batches_before + sum(1 for _ in self.steps())
+        return self.batches_before + sum(1 for _ in self.steps())
 
     def steps(self) -> Iterator[Step]:
         """Yield what is known of each of this rank's batches."""
@@ -160,6 +178,14 @@ class RoundsPlan:
                 yield list(round_[self._partition.rank])
             elif self._partition.placeholders:
                 yield list(self.order[0])  # the whole: a loss may need several samples
+
+    def lost_with(self, ranks: Collection[int], batches: range) -> tuple[int, list[int]]:
+        """See `EpochPlan`: positions are those of batches."""
+        first = self.begin + (batches.start - self.batches_before) * self._partition.size
+        end = self.begin + (batches.stop - self.batches_before) * self._partition.size
+        rounds = range(first, end, self._partition.size)
+        total = len(self.order)
+        return min(end, total), [at for begin in rounds for rank in ranks if (at := begin + rank) < total]
 
     def _rounds(self) -> Iterator[Sequence[Sequence[int]]]:
         for first in range(self.begin, len(self.order), self._partition.size):
@@ -215,6 +241,10 @@ class EpochSampler(Sampler[T], Generic[T, PlanT]):
         for indexes, step in zip(plan.batches(), plan.steps(), strict=True):
             yield SeededIndexes(indexes, seed_of(self.seed, plan.place.epoch, used, self._partition.rank))
             used += step.used
+
+    def divide(self, partition: Partition) -> None:
+        """Divide later plans otherwise."""
+        self._partition = partition
 
     def refuse_state(self, state: Mapping[str, Any]) -> None:
         """Raise `ConfigError` for the middle of an epoch of another kind of order."""
@@ -305,6 +335,16 @@ class RankSampler(EpochSampler[int, EpochPlan]):
             return not self._partition.drop_last  # it may draw another number than its length
         return not self._partition.drop_last and (len(source) - place.used) % self._partition.whole > 0
 
+    def divide(self, partition: Partition) -> None:
+        """Divide later plans otherwise."""
+        if self._buckets is not None:
+            cut, before = self._buckets.cut, self._partition
+            tokens = cut.tokens * before.size // partition.size if before.whole == partition.whole else cut.tokens
+            self._buckets = LengthBuckets(
+                self._buckets.lengths, Cut(partition.whole, tokens), is_sorted=self._buckets.is_sorted
+            )
+        super().divide(partition)
+
     def make_plan(self, place: LoopPlace) -> EpochPlan:
         """Return what an iteration at `place` goes by."""
         if self._buckets is not None:
@@ -322,7 +362,7 @@ class RankSampler(EpochSampler[int, EpochPlan]):
         samples = self._drawn(place.epoch)
         if self._buckets is None:
             self._note_order(place, len(samples), 0 if self.is_known else digest_of(torch.as_tensor(samples)))
-            return Order(samples)
+            return Order(torch.as_tensor(reordered(list(samples), place.moved)) if place.moved else samples)
         self._note_order(place, len(samples), 0)
         rest, sizes, begin, cuts = torch.as_tensor(samples), None, 0, []
         for i, cut in enumerate(place.cuts):
@@ -374,7 +414,8 @@ class RankBatches(EpochSampler[list[int], RoundsPlan]):
         sizes = _from_rank_0([len(batch) for batch in batches], count, self._world)
         flat = _from_rank_0([i for batch in batches for i in batch], int(sizes.sum()), self._world)
         self._note_order(place, len(sizes), digest_of(torch.cat([sizes, flat])))
-        return [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
+        found = [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
+        return reordered(found, place.moved)
 
 
 class RankBatchSampler(BatchSampler):

@@ -1,0 +1,202 @@
+"""Steps that are made again when a rank is lost: by the ranks that are left, of the gradients they still have.
+
+[Note: a step is a transaction] Buckets are summed in place, so each rank keeps its own gradients until the step
+is sure. When all have arrived, one more tiny sum is the vote: it ends only where all ranks have come to it, so
+only then do gradients, buffers and residuals become what the sum made of them. Who fails before waits, with the
+others that are left, for the next generation of ranks, and there all say how many exchanges they have made. One
+that made an exchange more had the votes of all: so those that are behind have its sums too, and take them. All
+others take back what they had and exchange it again, weighted by the samples of the ranks that are left.
+
+What the loop asks all ranks between two exchanges (`fd.mean`, `fd.preempted`, `Checkpointer.after_step`) is
+counted among them: who has the answer tells it to those that are behind. Other meetings of ranks (SyncBatchNorm,
+`fd.gather`) raise where they were called, as ever.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.vocabulary.errors import CommError
+from ...core.vocabulary.text import name_ranks, write_notice
+from ..world.comm_errors import LOST, translated
+from ..world.session import DividedLoops, RankChange
+from ..world.store_sync import all_gather_json
+from ..world.world import World
+
+if TYPE_CHECKING:
+    from .passes import BackwardPasses
+    from .reducer import GradientReducer
+
+
+@dataclass(frozen=True)
+class _Standing:
+    """What one rank that is left says of its exchanges."""
+
+    rank: int
+    """Its number before."""
+    done: int
+    """Exchanges that it has made, and questions that were answered."""
+    answer: Any
+    """To the last one, if it was a question; JSON."""
+    factors: list[float]
+    """By reducer of the exchange under way: its share of the samples, over the mean share."""
+    loops: list[Any]
+    """Where its loaders stand."""
+
+
+class StepRedo:
+    """One a world whose ranks may be lost. Knows the reducers whose exchanges are made again."""
+
+    def __init__(self, here: World) -> None:
+        self._here = here
+        self._reducers: list[weakref.ref[GradientReducer]] = []
+        self._done, self._answer = 0, None
+        self._problem: CommError | None = None
+        """Why the exchange under way cannot end, known before its end."""
+
+    def add(self, reducer: GradientReducer) -> None:
+        """Make exchanges of `reducer` again."""
+        self._reducers.append(weakref.ref(reducer))
+        reducer.passes.guards.redo = self
+        reducer.in_flight.own = []
+
+    def note(self, problem: CommError) -> None:
+        """An exchange has failed during a backward pass: it goes on, and ends in `finish`."""
+        self._problem = self._problem or problem
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be sent any more in this exchange."""
+        return self._problem is not None
+
+    def ask(self, question: Callable[[], Any]) -> Any:
+        """Return what `question` returns, a JSON value, asked of the ranks that are left when some are lost."""
+        while True:
+            try:
+                answer = question()
+            except LOST as problem:
+                found = self._go_on((), problem, has_arrived=True)
+                if found is None:
+                    continue
+                answer = found.answer
+            self._done, self._answer = self._done + 1, answer
+            return answer
+
+    def finish(self, reducers: Sequence[BackwardPasses]) -> None:
+        """End the exchange of these reducers, on all ranks that are left, and let its means be the gradients."""
+        while not self._is_sure(reducers):
+            pass
+        self._done, self._answer = self._done + 1, None
+        if (loops := self._here.session.kept(DividedLoops)) is not None:
+            loops.note_exchange()
+
+    def _is_sure(self, reducers: Sequence[BackwardPasses]) -> bool:
+        """Exchange; return whether it is done, and False where it is to be done again."""
+        problem, self._problem = self._problem, None
+        has_arrived = False
+        if self._here.size == 1:
+            for passes in reducers:
+                passes.end_alone()
+            return True
+        if problem is None:
+            try:
+                for passes in reducers:
+                    passes.launch_rest()
+                for passes in reducers:
+                    passes.arrive()
+                has_arrived = True
+                self._vote()
+            except LOST as lost:
+                problem = lost
+        if problem is None:
+            for passes in reducers:
+                passes.settle()
+            return True
+        # In the first exchange ranks agree on much more; counts of samples (`fd.weight`) are exchanged before it.
+        is_first = not all(passes.exchanges_done for passes in reducers)
+        if is_first or self._here.session.batch_weight.count_number:
+            raise problem
+        return self._go_on(reducers, problem, has_arrived=has_arrived) is not None
+
+    def _vote(self) -> None:
+        with translated(self._here, "the vote on a step"):
+            dist.all_reduce(torch.zeros(1, dtype=torch.float32), group=self._here.group)
+
+    def _go_on(
+        self, reducers: Sequence[BackwardPasses], problem: CommError, *, has_arrived: bool
+    ) -> _Standing | None:
+        """Meet the ranks that are left; return what one says that is further, so that this one need not try again.
+
+        None: no rank is, and all do again what has failed.
+        """
+        here, session = self._here, self._here.session
+        rank, size, regroup = here.rank, here.size, session.regroup
+        assert regroup is not None, "without it no reducer is added"
+        alive = [found for each in self._reducers if (found := each()) is not None and found.is_open]
+        regroup.leave(str(problem))
+        for reducer in alive:
+            reducer.open_route.leave()
+        regroup.enter()
+        factors = [passes.local.factor for passes in reducers]
+        places = [] if (loops := session.kept(DividedLoops)) is None else loops.under_way()
+        mine = [rank, self._done, self._answer, factors, places]
+        said = [_Standing(*each) for each in all_gather_json(here, "redoing a step", mine)]
+        newest = max(said, key=lambda each: each.done)
+        pending = [each for each in said if each.done == newest.done]
+        is_behind = self._done < newest.done
+        self._refuse_strange(said, pending)
+        for passes in reducers:
+            if is_behind:
+                assert has_arrived, "a rank that went on had the votes of all"
+                passes.settle()
+            else:
+                passes.take_back()
+        left = tuple(each.rank for each in said)
+        session.ranks_change(RankChange(rank, size, left, is_behind, pending[0].loops))
+        for reducer in alive:
+            reducer.reconnect()
+        self._tell(size, left)
+        if is_behind:
+            return newest
+        for place, passes in enumerate(reducers if here.size > 1 else ()):
+            total = sum(each.factors[place] for each in pending)
+            passes.begin_again(here.size / total if total else 1.0)
+        return None
+
+    def _tell(self, size: int, left: Sequence[int]) -> None:
+        if self._here.rank == 0:
+            gone = sorted(set(range(size)) - set(left))
+            lost = f"lost {name_ranks(gone)} of {size}" if gone else "an exchange failed, and no rank is lost"
+            write_notice(f"{lost}: {self._here.size} go on in step {self._here.session.steps.done + 1}")
+
+    def _refuse_strange(self, said: Sequence[_Standing], pending: Sequence[_Standing]) -> None:
+        """Raise, on all ranks, where it is not known which samples the ranks are at."""
+        text = ""
+        if len(pending) < len(said) and any(factor != 1.0 for each in pending for factor in each.factors):
+            text = "a rank was lost between two exchanges, and batches are unequal"
+        elif (
+            len({len(each.factors) for each in pending}) > 1
+            or max(p.done for p in pending) > min(each.done for each in said) + 1
+        ):
+            text = "ranks were at other calls than each other"
+        elif any(each.loops != pending[0].loops for each in pending):
+            text = f"ranks have drawn other numbers of batches: {[each.loops for each in pending[:8]]}"
+        if text:
+            raise CommError(
+                text,
+                rank=self._here.job_rank,
+                operation="redoing a step",
+                remedy="go on from the last checkpoint (farandole run --restarts 3)",
+            )
+
+
+def ask_all(here: World, question: Callable[[], Any]) -> Any:
+    """Return what `question` returns, a JSON value: of the ranks that are left, where steps are made again."""
+    redo = here.session.kept(StepRedo)
+    return question() if redo is None else redo.ask(question)
