@@ -31,7 +31,9 @@ import json, os, sys, time
 import torch
 from torch import nn
 import farandole as fd
+from farandole.comm.engine import redo
 from farandole.comm.engine.redo import StepRedo
+from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.errors import PeerLost
 
 kind, plant, at, workers, each_step = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
@@ -47,6 +49,29 @@ def planted(redo):
     if calls[0] == at and plant == "behind" and me == 2:
         raise PeerLost("planted", rank=2, operation="the vote")
 StepRedo._vote = planted
+asks = [0]
+def forgetful(self, question):
+    answer = ask(self, question)
+    asks[0] += 1
+    if asks[0] == at:
+        if me == 1:
+            os.kill(os.getpid(), 9)
+        if me == 2:
+            time.sleep(0.3)  # others are in the next exchange by then
+            self._done -= 1
+            def lost():
+                raise PeerLost("planted", rank=2, operation="a question")
+            return ask(self, lost)
+    return answer
+ask = StepRedo.ask
+if plant == "unheard answer":
+    StepRedo.ask = forgetful
+def dies(*_):
+    os.kill(os.getpid(), 9)
+if me == 3 and plant == "when the others meet":
+    redo.all_gather_json = dies
+if me == 3 and plant == "when the others connect":
+    GradientReducer.reconnect = dies
 """
     + MODEL
     + """
@@ -64,7 +89,7 @@ if "save" in each_step:
 log, step = open(f"log{me}.jsonl", "w"), 0
 for epoch in range(2):
     for x, y, ids in loader:
-        if plant == "kill" and me in (1, 3) and step == at + me:
+        if me in (1, 3) and step == at + me and plant.startswith(("kill", "when")):
             os.kill(os.getpid(), 9)
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
@@ -175,6 +200,21 @@ def test_an_exchange_that_failed_and_lost_nobody_changes_nothing(tmp_path: Path,
         ends += [end_of(tmp_path / plant, rank) for rank in range(3)]
     for end in ends[1:]:
         assert all(torch.equal(end[name], value) for name, value in ends[0].items())
+
+
+@pytest.mark.parametrize("plant", ["when the others meet", "when the others connect"])
+def test_one_more_rank_is_lost_in_the_middle_of_going_on(tmp_path: Path, plant: str) -> None:
+    ended = train(tmp_path, "exact", plant, "5", "0", "save", ranks=4)
+    assert ended.returncode == 0, ended.stderr
+    assert "2 go on in step 7\n" in ended.stderr
+    assert_is_that_of_one_process(tmp_path, [0, 2], *replay(tmp_path, {}))
+
+
+def test_a_rank_that_did_not_hear_an_answer_is_told_it_and_the_others_wait_with_their_step(tmp_path: Path) -> None:
+    ended = train(tmp_path, "exact", "unheard answer", "5", "0", "mean")
+    assert ended.returncode == 0, ended.stderr
+    assert "lost rank 1 of 3: 2 go on in step 6\n" in ended.stderr
+    assert_is_that_of_one_process(tmp_path, [0, 2], *replay(tmp_path, {}))
 
 
 def test_a_rank_that_did_not_hear_how_a_step_ended_has_its_means_all_the_same(tmp_path: Path) -> None:

@@ -42,6 +42,8 @@ class _Standing:
     """Its number before."""
     done: int
     """Exchanges that it has made, and questions that were answered."""
+    is_pending: bool
+    """Whether it is in the next one, and not on its way there."""
     answer: Any
     """To the last one, if it was a question; JSON."""
     factors: list[float]
@@ -57,6 +59,10 @@ class StepRedo:
         self._here = here
         self._reducers: list[weakref.ref[GradientReducer]] = []
         self._done, self._answer = 0, None
+        self._known = here.rank, here.size
+        """This rank, and how many there are, as those know that follow changes."""
+        self._loops: list[Any] = []
+        """Where the loaders stood of ranks that were further, at the last change."""
         self._problem: CommError | None = None
         """Why the exchange under way cannot end, known before its end."""
 
@@ -135,39 +141,62 @@ class StepRedo:
 
         None: no rank is, and all do again what has failed.
         """
-        here, session = self._here, self._here.session
-        rank, size, regroup = here.rank, here.size, session.regroup
+        here, ahead = self._here, None
+        while True:
+            try:
+                said = self._meet(problem, reducers, is_pending=ahead is None)
+                newest = max(said, key=lambda each: each.done)
+                pending = [each for each in said if each.done == newest.done and each.is_pending]
+                self._refuse_strange(said, pending)
+                is_behind = ahead is None and self._done < newest.done
+                for passes in reducers:
+                    if is_behind:
+                        assert has_arrived, "a rank that went on had the votes of all"
+                        passes.settle()
+                    elif ahead is None:
+                        passes.take_back()
+                ahead = newest if is_behind else ahead
+                self._follow(said, pending, is_behind=ahead is not None)
+                for reducer in self._alive():
+                    reducer.reconnect()
+            except LOST as again:  # one more is lost
+                problem = again
+                continue
+            break
+        if ahead is None and here.size > 1:
+            for place, passes in enumerate(reducers):
+                # Those that are on their way here have whole batches: see `_refuse_strange`.
+                total = sum(each.factors[place] for each in pending) + len(said) - len(pending)
+                passes.begin_again(here.size / total if total else 1.0)
+        return ahead
+
+    def _meet(
+        self, problem: CommError, reducers: Sequence[BackwardPasses], *, is_pending: bool
+    ) -> list[_Standing]:
+        """Leave this generation, and return what the ranks of the next one say, by rank."""
+        here, regroup = self._here, self._here.session.regroup
         assert regroup is not None, "without it no reducer is added"
-        alive = [found for each in self._reducers if (found := each()) is not None and found.is_open]
         regroup.leave(str(problem))
-        for reducer in alive:
+        for reducer in self._alive():
             reducer.open_route.leave()
         regroup.enter()
-        factors = [passes.local.factor for passes in reducers]
-        places = [] if (loops := session.kept(DividedLoops)) is None else loops.under_way()
-        mine = [rank, self._done, self._answer, factors, places]
-        said = [_Standing(*each) for each in all_gather_json(here, "redoing a step", mine)]
-        newest = max(said, key=lambda each: each.done)
-        pending = [each for each in said if each.done == newest.done]
-        is_behind = self._done < newest.done
-        self._refuse_strange(said, pending)
-        for passes in reducers:
-            if is_behind:
-                assert has_arrived, "a rank that went on had the votes of all"
-                passes.settle()
-            else:
-                passes.take_back()
+        done = self._done + (not is_pending)
+        factors = [passes.local.factor for passes in reducers] if is_pending else []
+        places = [] if (loops := here.session.kept(DividedLoops)) is None else loops.under_way()
+        mine = [self._known[0], done, is_pending, self._answer, factors, places]
+        return [_Standing(*each) for each in all_gather_json(here, "redoing a step", mine)]
+
+    def _follow(self, said: Sequence[_Standing], pending: Sequence[_Standing], *, is_behind: bool) -> None:
+        """Tell those that must know of the ranks that are left."""
+        rank, size = self._known
         left = tuple(each.rank for each in said)
-        session.ranks_change(RankChange(rank, size, left, is_behind, pending[0].loops))
-        for reducer in alive:
-            reducer.reconnect()
+        self._loops = pending[0].loops if pending else self._loops
+        self._known = self._here.rank, self._here.size
+        self._here.session.ranks_change(RankChange(rank, size, left, is_behind, self._loops))
         self._tell(size, left)
-        if is_behind:
-            return newest
-        for place, passes in enumerate(reducers if here.size > 1 else ()):
-            total = sum(each.factors[place] for each in pending)
-            passes.begin_again(here.size / total if total else 1.0)
-        return None
+
+    def _alive(self) -> list[GradientReducer]:
+        return [found for each in self._reducers if (found := each()) is not None and found.is_open]
 
     def _tell(self, size: int, left: Sequence[int]) -> None:
         if self._here.rank == 0:

@@ -134,7 +134,7 @@ class Saver:
         self._pool = here.session.keep(WriterPool, lambda: WriterPool(here))
         self._writer = self._pool.take()
         self._under_way: Save | None = None
-        self._is_closed = False
+        self._is_closed = self._is_left = False
         self._lock: DirectoryLock | None = None
         self._store: BackgroundStore | None = None
         self._count = 0
@@ -157,6 +157,7 @@ class Saver:
             CheckpointError: on all ranks, before anything is written.
         """
         here = self._here
+        self._meet_again()
         refuse_open_batch(self._training.model, "farandole.save")
         meet_before(self._training)
         if (models := here.session.kept(EqualModels)) is not None:
@@ -227,15 +228,19 @@ class Saver:
             self._lock.release()
 
     def follow(self, change: RankChange) -> None:
-        """Ranks were lost: save with those that are left. Raises `CheckpointError` on all of them."""
-        if self._is_closed:
-            return
+        """Ranks were lost: the next save meets those that are left."""
         if self._lock is not None:
             self._lock.release()
         self._lock = self._store = self._divided = None
-        self._open()
-        if self._here.rank == 0:
-            line_of(self._directory, self._here).take_over()
+        self._is_left = not self._is_closed
+
+    def _meet_again(self) -> None:
+        """Open the directory for the ranks that are left. Raises `CheckpointError` on all of them."""
+        if self._is_left:
+            self._open()
+            self._is_left = False
+            if self._here.rank == 0:
+                line_of(self._directory, self._here).take_over()
 
     def forget(self) -> None:
         """In a forked child: keep neither the lock nor the writer alive when the rank is gone."""
