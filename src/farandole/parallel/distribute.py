@@ -195,8 +195,13 @@ class DataParallel(Strategy):
         named = [(name, each) for name, each in own.parameters_here(self.model) if not is_of_expert(each)]
         options = ReducerOptions(model=class_of(self.model), mesh=shards, is_compared=own.is_whole)
         own.reducer = own.exchange = GradientReducer(replicas, named, self.plan, options)
-        if self.plan.on_failure == "continue" and self.mesh.here.session.regroup is not None and own.is_whole:
-            here = self.mesh.here
+        here = self.mesh.here
+        if self.plan.on_failure == "continue" and here.session.regroup is not None and own.is_whole:
+            if here.device.type != "cpu":
+                raise PlanError(
+                    f'plan: on_failure = "continue" on {here.device.type}: an exchange there cannot be taken back',
+                    remedy="leave on_failure out, and use farandole run --restarts 3",
+                )
             here.session.keep(StepRedo, lambda: StepRedo(here)).add(own.reducer)
         if self.plan.buffers == "mean":
             own.reducer.add_extra_tensors(BufferSync(replicas, self.model))

@@ -15,10 +15,9 @@ from datetime import timedelta
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 
-from ..comm.engine.redo import ask_all
-from ..comm.world.comm_errors import refuse_if_ended, translate_error, translated
+from ..comm.engine.redo import ask_all, sum_up
+from ..comm.world.comm_errors import refuse_if_ended, translate_error
 from ..comm.world.store_sync import all_gather_json, require_same
 from ..comm.world.world import World, has_world, world
 from ..core.rank_variables import read_rank_variables
@@ -88,8 +87,7 @@ def mean(value: float | torch.Tensor, samples: float = 1) -> float:
     def question() -> list[float]:
         both = torch.tensor([weighted, float(samples)], dtype=torch.float64, device=here.device)
         if here.size > 1:
-            with translated(here, "mean"):
-                dist.all_reduce(both, group=here.group)
+            sum_up(here, both, "mean")
         return both.tolist()
 
     total, count = ask_all(here, question) if here.size > 1 else question()

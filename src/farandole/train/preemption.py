@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..comm.engine.redo import ask_all
-from ..comm.world.comm_errors import translated
+from ..comm.engine.redo import ask_all, sum_up
 from ..comm.world.world import has_world, world
 from ..core.vocabulary.errors import ConfigError
 from ..core.vocabulary.text import write_notice
@@ -79,8 +78,7 @@ def preempted_or(other: bool) -> tuple[bool, bool]:
     def question() -> list[float]:
         flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
         if here.size > 1:
-            with translated(here, "preempted"):
-                dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=here.group)
+            sum_up(here, flags, "preempted", op=dist.ReduceOp.MAX)
         return flags.tolist()
 
     told, others = ask_all(here, question)

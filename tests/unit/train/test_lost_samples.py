@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import pytest
-from torch.utils.data import SequentialSampler
+from torch.utils.data import IterableDataset, SequentialSampler
 
 from farandole.comm.world.world import World
 from farandole.train.data.partition import Partition
 from farandole.train.data.position import LoaderPosition, LoopPlace, reordered
 from farandole.train.data.rank_sampler import RankBatches, RankSampler
+from farandole.train.data.stream import divide_stream
 
 NO_WORLD = cast("World", None)
 
@@ -53,3 +55,13 @@ def test_a_split_batch_stays_and_moves_are_in_the_state_of_a_loader() -> None:
     again.load(state)
     assert again.upcoming().moved == ((9, (1, 5)),)
     assert reordered(range(12), again.upcoming().moved) == [0, 2, 3, 4, 6, 7, 8, 1, 5, 9, 10, 11]
+
+
+def test_a_stream_says_from_the_begin_whether_its_batches_bring_its_state() -> None:
+    class Numbers(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    stream = divide_stream(Numbers(), Partition(0, 1, 2))
+    assert not stream.keeps_states
+    assert list(stream), "it can be read"

@@ -35,7 +35,7 @@ from ..transport.comm_thread import BucketWork
 from ..transport.staged_conductor import StagedWork
 from ..world.comm_errors import refuse_if_ended, translate_error, translated
 from ..world.store_sync import all_gather_json, require_same
-from ..world.world import World
+from ..world.world import World, wait_while_open
 from .bucket import Bucket, LateSteps, Waitable
 from .buckets import BucketSet
 from .grad_ownership import replace_grad
@@ -261,12 +261,18 @@ class InFlightBuckets:
             marks.wait_begins()
         for position, timer in enumerate(self._timers):
             try:
-                timer.work.wait()
+                self._wait_for(timer.work)
             except RuntimeError as problem:
                 raise translate_error(problem, self._world, "all-reduce", bucket=position) from None
         for _, work in self._extra_works:
             with translated(self._world, "all-reduce of buffers"):
-                work.wait()
+                self._wait_for(work)
+
+    def _wait_for(self, work: Waitable) -> None:
+        if self.own is not None and isinstance(work, dist.Work):
+            wait_while_open(self._world, work)
+        else:
+            work.wait()
 
     def settle(self, steps_begun: int, exchanges_done: int, marks: DeviceMeasures | None = None) -> None:
         """Put what has arrived where it belongs. The numbers are for the error's text.

@@ -229,9 +229,17 @@ class BackwardPasses:
         if share.count_number:
             CountCalls.of(self._world).exchange_begins()
         if self._buckets.buckets:
-            self._in_flight.launch_extra_tensors(self.local.factor)
+            self._launch_extra_tensors()
         if self._in_flight.noise is not None:
             self._in_flight.noise.begin(self.steps_begun)
+
+    def _launch_extra_tensors(self) -> None:
+        try:
+            self._in_flight.launch_extra_tensors(self.local.factor)
+        except LOST as problem:
+            if self.guards.redo is None:
+                raise
+            self.guards.redo.note(problem)
 
     @property
     def _is_broken(self) -> bool:
@@ -257,8 +265,7 @@ class BackwardPasses:
         """Begin the exchange once more, for other ranks: `scale` times this rank's share of the batch."""
         self.local.factor *= scale
         self._in_flight.begin_again()
-        if self._buckets.buckets:
-            self._in_flight.launch_extra_tensors(self.local.factor)
+        self._launch_extra_tensors()
 
     def launch_rest(self) -> None:
         """Launch buckets that are not complete; in the first pass, agree on buckets."""

@@ -27,11 +27,15 @@ from ...core.vocabulary.text import name_ranks, write_notice
 from ..world.comm_errors import LOST, translated
 from ..world.session import DividedLoops, RankChange
 from ..world.store_sync import all_gather_json
-from ..world.world import World
+from ..world.world import World, wait_while_open
 
 if TYPE_CHECKING:
     from .passes import BackwardPasses
     from .reducer import GradientReducer
+
+
+_MOST_IN_VAIN = 3
+"""How often a step is made again though no rank is lost."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,8 @@ class StepRedo:
         self._here = here
         self._reducers: list[weakref.ref[GradientReducer]] = []
         self._done, self._answer = 0, None
+        self._in_vain = 0
+        """How often in this step no rank was lost."""
         self._known = here.rank, here.size
         """This rank, and how many there are, as those know that follow changes."""
         self._loops: list[Any] = []
@@ -98,7 +104,7 @@ class StepRedo:
         """End the exchange of these reducers, on all ranks that are left, and let its means be the gradients."""
         while not self._is_sure(reducers):
             pass
-        self._done, self._answer = self._done + 1, None
+        self._done, self._answer, self._in_vain = self._done + 1, None, 0
         if (loops := self._here.session.kept(DividedLoops)) is not None:
             loops.note_exchange()
 
@@ -131,8 +137,7 @@ class StepRedo:
         return self._go_on(reducers, problem, has_arrived=has_arrived) is not None
 
     def _vote(self) -> None:
-        with translated(self._here, "the vote on a step"):
-            dist.all_reduce(torch.zeros(1, dtype=torch.float32), group=self._here.group)
+        sum_up(self._here, torch.zeros(1, dtype=torch.float32), "the vote on a step")
 
     def _go_on(
         self, reducers: Sequence[BackwardPasses], problem: CommError, *, has_arrived: bool
@@ -144,7 +149,8 @@ class StepRedo:
         here, ahead = self._here, None
         while True:
             try:
-                said = self._meet(problem, reducers, is_pending=ahead is None)
+                taken = None if ahead is None else ahead.answer
+                said = self._meet(problem, reducers, is_pending=ahead is None, taken=taken)
                 newest = max(said, key=lambda each: each.done)
                 pending = [each for each in said if each.done == newest.done and each.is_pending]
                 self._refuse_strange(said, pending)
@@ -171,7 +177,7 @@ class StepRedo:
         return ahead
 
     def _meet(
-        self, problem: CommError, reducers: Sequence[BackwardPasses], *, is_pending: bool
+        self, problem: CommError, reducers: Sequence[BackwardPasses], *, is_pending: bool, taken: Any
     ) -> list[_Standing]:
         """Leave this generation, and return what the ranks of the next one say, by rank."""
         here, regroup = self._here, self._here.session.regroup
@@ -183,7 +189,8 @@ class StepRedo:
         done = self._done + (not is_pending)
         factors = [passes.local.factor for passes in reducers] if is_pending else []
         places = [] if (loops := here.session.kept(DividedLoops)) is None else loops.under_way()
-        mine = [self._known[0], done, is_pending, self._answer, factors, places]
+        answer = self._answer if is_pending else taken
+        mine = [self._known[0], done, is_pending, answer, factors, places]
         return [_Standing(*each) for each in all_gather_json(here, "redoing a step", mine)]
 
     def _follow(self, said: Sequence[_Standing], pending: Sequence[_Standing], *, is_behind: bool) -> None:
@@ -199,6 +206,14 @@ class StepRedo:
         return [found for each in self._reducers if (found := each()) is not None and found.is_open]
 
     def _tell(self, size: int, left: Sequence[int]) -> None:
+        self._in_vain = 0 if len(left) < size else self._in_vain + 1
+        if self._in_vain > _MOST_IN_VAIN:
+            raise CommError(
+                f"exchanges failed {self._in_vain} times, and no rank is lost",
+                rank=self._here.job_rank,
+                operation="redoing a step",
+                remedy="farandole doctor checks the links",
+            )
         if self._here.rank == 0:
             gone = sorted(set(range(size)) - set(left))
             lost = f"lost {name_ranks(gone)} of {size}" if gone else "an exchange failed, and no rank is lost"
@@ -206,14 +221,13 @@ class StepRedo:
 
     def _refuse_strange(self, said: Sequence[_Standing], pending: Sequence[_Standing]) -> None:
         """Raise, on all ranks, where it is not known which samples the ranks are at."""
-        text = ""
+        text, newest = "", max(each.done for each in said)
         if len(pending) < len(said) and any(factor != 1.0 for each in pending for factor in each.factors):
             text = "a rank was lost between two exchanges, and batches are unequal"
-        elif (
-            len({len(each.factors) for each in pending}) > 1
-            or max(p.done for p in pending) > min(each.done for each in said) + 1
-        ):
+        elif len({len(each.factors) for each in pending}) > 1 or newest > min(each.done for each in said) + 1:
             text = "ranks were at other calls than each other"
+        elif pending and any(_epochs(each) != _epochs(pending[0]) for each in said):
+            text = "a rank was lost between two epochs"
         elif any(each.loops != pending[0].loops for each in pending):
             text = f"ranks have drawn other numbers of batches: {[each.loops for each in pending[:8]]}"
         if text:
@@ -223,6 +237,22 @@ class StepRedo:
                 operation="redoing a step",
                 remedy="go on from the last checkpoint (farandole run --restarts 3)",
             )
+
+
+def _epochs(standing: _Standing) -> list[Any]:
+    return [place[:2] for place in standing.loops]
+
+
+def sum_up(here: World, values: torch.Tensor, what: str, *, op: Any = dist.ReduceOp.SUM) -> None:
+    """Add up `values` over the ranks, in place; raise `PeerLost` where others leave this generation meanwhile."""
+    if here.session.regroup is None:
+        with translated(here, what):
+            dist.all_reduce(values, op=op, group=here.group)
+        return
+    with translated(here, what):
+        work = dist.all_reduce(values, op=op, group=here.group, async_op=True)
+    assert work is not None, "an asynchronous collective returns its work"
+    wait_while_open(here, work)
 
 
 def ask_all(here: World, question: Callable[[], Any]) -> Any:

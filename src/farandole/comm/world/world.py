@@ -24,7 +24,7 @@ from ...core.host.stacks import report_uncaught_errors
 from ...core.vocabulary.degrees import Degrees, MeshPlace
 from ...core.vocabulary.errors import ConfigError, PlanError
 from . import forks
-from .comm_errors import Member, SocketAborter, translated
+from .comm_errors import Member, SocketAborter, refuse_if_ended, translated
 from .forks import tell_children
 from .rendezvous import forget_generation
 from .session import Session
@@ -392,6 +392,27 @@ def world() -> World:
 def has_world() -> bool:
     """Return whether `connect` has made a world that is still open, in this process."""
     return current.world is not None
+
+
+_LOOK_SECONDS, _AFTER_SHUT_SECONDS = 0.1, 1.0
+"""How often a wait looks whether the world's sockets are shut, and how long it still waits then."""
+
+
+def wait_while_open(here: World, work: dist.Work) -> None:
+    """Wait for what one of the world's groups does; raise `PeerLost` soon after the world's sockets were shut.
+
+    An operation of gloo that meets a connection which is shut already waits on for its time-out, and so does who
+    drops its group (measured): the groups are kept for ever then.
+    """
+    done = threading.Event()
+    work.get_future().add_done_callback(lambda _: done.set())
+    while not done.wait(_LOOK_SECONDS):
+        if here.sockets.shut_down and not done.wait(_AFTER_SHUT_SECONDS):
+            groups = dist.distributed_c10d._world.pg_map if dist.is_initialized() else {}
+            forks.keep_for_ever([work, *groups])
+            refuse_if_ended(here, "a wait for other ranks")
+    with translated(here, "a wait for other ranks"):
+        work.wait()
 
 
 def refused_by_all(refusal: PlanError) -> PlanError:

@@ -362,6 +362,10 @@ RULES: Final = (
            ": a rank that is lost takes its part of the model with it",
            f'leave --min-np out, or give it with --restarts 3; or set on_failure = "stop", and {_START_AGAIN}')
       for degree in DIVIDING),
+    Rule({"codec": _one_of(AUTO), "on_failure": _one_of("continue"), "elastic": _is_set},
+         ": what it has measured is of other ranks", "name a codec, or leave on_failure out"),
+    Rule({"precision": _one_of("fp16"), "on_failure": _one_of("continue"), "elastic": _is_set},
+         f": one scale of the loss for other ranks{_NOT_YET}", 'use precision = "bf16", or leave on_failure out'),
     Rule({"sync": _other_than(EVERY_STEP), "elastic": _is_set}, f", whose ranks change,{_NOT_YET}",
          f"leave sync out; or {_START_AGAIN}"),
     Rule(_UNEQUAL | {"elastic": _is_set}, f", whose ranks change,{_NOT_YET}", "leave balance out"),

@@ -136,8 +136,8 @@ class Plan:
     """Steps between two comparisons of all that ranks' models have in common (from 8 on); 0: never."""
     on_difference: Literal["stop", "warn"] = "stop"
     """If they differ: "stop" on all ranks, before the next checkpoint, or say so once."""
-    on_failure: Literal["continue", "stop"] = "continue"
-    """With `--min-np`, when a rank is lost: "continue", its step made again by the others, or "stop"."""
+    on_failure: Literal["continue", "stop"] = "stop"
+    """With `--min-np`, when a rank is lost: "stop", or "continue": its step is made again by the others."""
     sync: str = EVERY_STEP
     """When replicas agree: "every_step", "local:H=30", "async" by servers: see docs/fast/rarely-meeting.md."""
     balance: str = EQUAL

@@ -114,6 +114,10 @@ class _Work:
     topic: str
     """Prefix of the messages about it in the store."""
     later: LaterCopy | None
+    rank: int
+    size: int
+    store: BackgroundStore | None
+    """That of the ranks that began it; some may be lost by its end."""
 
 
 class Saver:
@@ -204,7 +208,8 @@ class Saver:
             raise
         self._count += 1
         whole = replace(state[0], shared=shared)
-        work = _Work(number, nonce[0], name, file, whole, f"checkpoint/save/{self._token}/{self._count}", later)
+        topic = f"checkpoint/save/{self._token}/{self._count}"
+        work = _Work(number, nonce[0], name, file, whole, topic, later, here.rank, here.size, self._store)
         if here.rank == 0:
             line_of(self._directory, here).begin(number)
         self._under_way = Save(number, lambda: self._finish(work))
@@ -237,10 +242,9 @@ class Saver:
     def _meet_again(self) -> None:
         """Open the directory for the ranks that are left. Raises `CheckpointError` on all of them."""
         if self._is_left:
+            self._count = 0
             self._open()
             self._is_left = False
-            if self._here.rank == 0:
-                line_of(self._directory, self._here).take_over()
 
     def forget(self) -> None:
         """In a forked child: keep neither the lock nor the writer alive when the rank is gone."""
@@ -323,20 +327,21 @@ class Saver:
             report = work.file.describe(work.name, hashes, work.state.own)
         except CheckpointError as error:
             report = {"problem": error.message}
-        if self._store is None:
+        if work.store is None:
             self._commit(work, [report])
-        elif here.rank > 0:
-            self._store.post(f"{work.topic}/{here.rank}", json.dumps(report))
+        elif work.rank > 0:
+            work.store.post(f"{work.topic}/{work.rank}", json.dumps(report))
             try:
-                end = self._store.take(f"{work.topic}/end", "rank 0's manifest", 2 * here.timeout_seconds)
+                end = work.store.take(f"{work.topic}/end", "rank 0's manifest", 2 * here.timeout_seconds)
             except FarandoleError:
                 if not self._is_committed(work):
                     raise
                 return  # rank 0 has committed it and is gone: a save may be the last thing that a script does
             if problem := json.loads(end):
                 raise CheckpointError(problem)
+            line_of(self._directory, here).see(work.step)
         else:
-            self._collect(work, report, self._store)
+            self._collect(work, report, work.store)
 
     def _is_committed(self, work: _Work) -> bool:
         """Return whether the manifest on the disk is that of this very save: its files have names of their own."""
@@ -353,7 +358,7 @@ class Saver:
         problem = "rank 0 did not write the manifest"
         try:
             reports = [report]
-            for rank in range(1, self._here.size):
+            for rank in range(1, work.size):
                 key = f"{work.topic}/{rank}"
                 what = f"rank {rank}'s file of a checkpoint"
                 reports.append(json.loads(store.take(key, what, self._here.timeout_seconds)))
@@ -469,9 +474,10 @@ class RunLine:
                 f"up, and are now {', '.join(names)}"
             )
 
-    def take_over(self) -> None:
-        """Know what another rank wrote until it was lost."""
-        self._steps = saved_steps(self._directory)
+    def see(self, step: int) -> None:
+        """Take in the checkpoint that rank 0 has written: this rank may be the next rank 0."""
+        self._left_at = None
+        self._steps = [each for each in self._steps if each != step] + [step]
 
     def begin(self, step: int | None) -> None:
         """Tell the launcher that a save begins, or (None) that there will be some."""

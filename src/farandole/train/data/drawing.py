@@ -17,9 +17,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from ...comm.batch_weight import Origin
 from ...comm.world.session import DividedLoops, RankChange
 from ...comm.world.world import World
-from ...core.vocabulary.errors import ConfigError, PlanError
+from ...core.vocabulary.errors import CommError, ConfigError, PlanError
 from ...core.vocabulary.events import DataWait
-from ...core.vocabulary.text import write_notice
 from ...parallel.seeds import kept_generators
 from ..balance import ShareChanges, balancer_of
 from .loader_watch import leave_out
@@ -234,7 +233,7 @@ Moved = tuple[tuple[int, tuple[int, ...]], ...]
 class _Undivided(NamedTuple):
     """An iteration as it was when a step began in which ranks were lost, perhaps several times."""
 
-    plan: EpochPlan | RoundsPlan
+    plan: EpochPlan
     moved: Moved
     size: int
     """Ranks then."""
@@ -282,27 +281,39 @@ class LostSamples:
         if own is None:
             return
         here, loop, drawing = own.world, own.loop, None if self._drawing is None else self._drawing()
-        own.partition = own.partition.over(here.sample_rank, here.sample_size)
-        divided = own.parts or own.stream
-        if divided is not None:
-            divided.divide(own.partition)
-        if not place or loop is None:
+        own.partition, parts = own.partition.over(here.sample_rank, here.sample_size), own.parts
+        if parts is not None:
+            parts.divide(own.partition)
+        if own.stream is not None or (place and (why := self._why_not(own))):
+            kind = "a stream" if own.stream is not None else why
+            raise CommError(
+                f"an epoch goes on without a lost rank, and {kind} cannot be divided anew",
+                rank=here.job_rank,
+                operation="redoing a step",
+                remedy="go on from the last checkpoint (farandole run --restarts 3)",
+            )
+        if not place or loop is None or drawing is None:
             return
-        epoch, batches, sure = place
-        plan, parts = loop.plan, own.parts
-        if plan is None or parts is None or drawing is None or self._is_ahead or parts.has_buckets:
-            if here.rank == 0:
-                kind = "a stream" if plan is None else "fd.prefetch" if self._is_ahead else "lengths"
-                write_notice(f"epoch {epoch}: samples of lost ranks are not divided anew until it ends ({kind})")
-            return
+        _, batches, sure = place
+        assert isinstance(loop.plan, EpochPlan), "others were refused"
         ranks = tuple(range(change.size))
-        before = self._undivided or _Undivided(plan, loop.place.moved, change.size, ranks)
+        before = self._undivided or _Undivided(loop.plan, loop.place.moved, change.size, ranks)
         before = before._replace(ranks=tuple(before.ranks[each] for each in change.left))
-        self._undivided = before
+        self._undivided = before if batches > sure else None
         gone = sorted(set(range(before.size)) - set(before.ranks))
         end, lost = before.plan.lost_with(gone, range(sure, batches))
         moved = (*before.moved, (end, tuple(lost))) if lost else before.moved
         drawing.go_on_after(batches, end - len(lost), moved)
+
+    def _why_not(self, own: LoaderState) -> str:
+        """Return what of the epoch that goes on cannot be divided anew; the same on all ranks. Empty: nothing."""
+        if self._is_ahead:
+            return "what fd.prefetch has drawn"
+        if own.position.open_loops > 1:
+            return "a loader with several loops"
+        if own.parts is None or not own.parts.is_known or own.parts.has_buckets:
+            return "an order of the script's own, or by lengths,"
+        return ""
 
 
 def _follow_loops(here: World) -> LatestLoop:

@@ -163,6 +163,11 @@ class LoaderPosition:
         if not any(place is each for each in self._open):
             self._open.append(place)
 
+    @property
+    def open_loops(self) -> int:
+        """How many loops go on."""
+        return len(self._open)
+
     def ended(self, place: LoopPlace | None, *, is_complete: bool) -> None:
         """Note that an iteration ends: after its last batch, or because its loop was left."""
         self._open = [each for each in self._open if each is not place]

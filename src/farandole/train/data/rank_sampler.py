@@ -179,14 +179,6 @@ class RoundsPlan:
             elif self._partition.placeholders:
                 yield list(self.order[0])  # the whole: a loss may need several samples
 
-    def lost_with(self, ranks: Collection[int], batches: range) -> tuple[int, list[int]]:
-        """See `EpochPlan`: positions are those of batches."""
-        first = self.begin + (batches.start - self.batches_before) * self._partition.size
-        end = self.begin + (batches.stop - self.batches_before) * self._partition.size
-        rounds = range(first, end, self._partition.size)
-        total = len(self.order)
-        return min(end, total), [at for begin in rounds for rank in ranks if (at := begin + rank) < total]
-
     def _rounds(self) -> Iterator[Sequence[Sequence[int]]]:
         for first in range(self.begin, len(self.order), self._partition.size):
             yield self.order[first : first + self._partition.size]
@@ -414,8 +406,7 @@ class RankBatches(EpochSampler[list[int], RoundsPlan]):
         sizes = _from_rank_0([len(batch) for batch in batches], count, self._world)
         flat = _from_rank_0([i for batch in batches for i in batch], int(sizes.sum()), self._world)
         self._note_order(place, len(sizes), digest_of(torch.cat([sizes, flat])))
-        found = [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
-        return reordered(found, place.moved)
+        return [batch.tolist() for batch in flat.split(sizes.tolist())] if len(sizes) else []
 
 
 class RankBatchSampler(BatchSampler):

@@ -87,10 +87,6 @@ class divide_stream(IterableDataset[_Sample]):  # noqa: N801 - used as a functio
         self.resume: dict[str, Any] | None = None
         """Where the next iteration begins."""
         self._partition = partition
-
-    def divide(self, partition: Partition) -> None:
-        """Divide later epochs otherwise; a worker that reads goes on as before."""
-        self._partition = partition
         self.keeps_states = False
         """Whether its batches bring the dataset's state."""
 
