@@ -31,7 +31,6 @@ import json, os, sys, time
 import torch
 from torch import nn
 import farandole as fd
-from farandole.comm.engine import redo
 from farandole.comm.engine.redo import StepRedo
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.errors import PeerLost
@@ -44,6 +43,8 @@ def planted(redo):
     if calls[0] == at and plant == "nobody":
         raise PeerLost("planted", rank=me, operation="the vote")
     vote(redo)
+    if calls[0] == at and plant == "behind" and me:
+        time.sleep(0.3)  # the other one has the vote of all by then
     if calls[0] == at and plant == "behind" and me == 1:
         os.kill(os.getpid(), 9)
     if calls[0] == at and plant == "behind" and me == 2:
@@ -54,10 +55,11 @@ def forgetful(self, question):
     answer = ask(self, question)
     asks[0] += 1
     if asks[0] == at:
+        if me:
+            time.sleep(0.3)  # the other one is in the next exchange by then
         if me == 1:
             os.kill(os.getpid(), 9)
         if me == 2:
-            time.sleep(0.3)  # others are in the next exchange by then
             self._done -= 1
             def lost():
                 raise PeerLost("planted", rank=2, operation="a question")
@@ -69,7 +71,7 @@ if plant == "unheard answer":
 def dies(*_):
     os.kill(os.getpid(), 9)
 if me == 3 and plant == "when the others meet":
-    redo.all_gather_json = dies
+    StepRedo._say = dies
 if me == 3 and plant == "when the others connect":
     GradientReducer.reconnect = dies
 """

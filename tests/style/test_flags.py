@@ -26,7 +26,7 @@ FLAGS = {
         "--num-proc", "--on", "--output-filename", "--output-prefix", "--partition", "--plan",
         "--prefix-output-with-timestamp", "--prelude", "--priority", "--python", "--qos", "--queue",
         "--quiet", "--reset-limit", "--restarts", "--run-dir", "--runtime", "--set", "--slots",
-        "--slots-per-host", "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port",
+        "--slots-per-host", "--spares", "--ssh-command", "--ssh-identity-file", "--ssh-option", "--ssh-port",
         "--stall-check", "--stall-check-shutdown-time-seconds", "--stall-check-warning-time-seconds",
         "--start-timeout", "--tcp", "--thread-affinity", "--time", "--timeline-filename",
         "--timeline-mark-cycles", "--torus-allreduce", "--verbose", "--version", "--warn-before", "-H",

@@ -255,11 +255,7 @@ def _play(program: Program) -> int:
     try:
         _execute(program)
     except SystemExit as request:
-        if request.code is None or isinstance(request.code, int):
-            return 0 if request.code is None else request.code & 0xFF
-        with contextlib.suppress(Exception):
-            print(request.code, file=sys.stderr)
-        return 1
+        return _code_of(request)
     except BaseException:
         kind, error, trace = sys.exc_info()
         assert kind is not None, "it was caught here"
@@ -267,9 +263,20 @@ def _play(program: Program) -> int:
         while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
             trace = trace.tb_next
         sys.last_type, sys.last_value, sys.last_traceback = kind, error.with_traceback(trace), trace
-        sys.excepthook(kind, error, trace)
+        try:
+            sys.excepthook(kind, error, trace)
+        except SystemExit as request:  # of a hook that has a code of its own
+            return _code_of(request)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _code_of(request: SystemExit) -> int:
+    if request.code is None or isinstance(request.code, int):
+        return 0 if request.code is None else request.code & 0xFF
+    with contextlib.suppress(Exception):
+        print(request.code, file=sys.stderr)
+    return 1
 
 
 def _execute(program: Program) -> None:

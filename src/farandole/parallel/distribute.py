@@ -7,6 +7,7 @@ it, in the order of the list.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -97,6 +98,7 @@ def distribute(
     if mesh.replicas.size > 1 and (sync.exchanges_gradients or sync.is_server):
         refuse_renormed(model)
     distributed = DistributedModel(plan, mesh)
+    _given[model] = given, [weakref.ref(each) for each in optimizers]
     call = DistributeCall(distributed, model, optimizers, given, make_policy)
     asked = []
     for strategy in [kind(call) for kind in STRATEGIES]:
@@ -162,6 +164,22 @@ def undistribute(model: nn.Module) -> None:
     stop_recomputing(model)
     if distributed.reducer is not None:
         distributed.reducer.remove()
+
+
+_given: weakref.WeakKeyDictionary[nn.Module, tuple[Plan | None, list[weakref.ref[Optimizer]]]]
+_given = weakref.WeakKeyDictionary()
+"""Plan and optimizers of the last call of `distribute` for a model."""
+
+
+def distribute_again(model: nn.Module) -> None:
+    """Distribute a model that is whole on each rank over the ranks of now; called by all of them alike.
+
+    What codecs keep of it is gone. May be called again where it failed.
+    """
+    plan, optimizers = _given[model]
+    if DistributedModel.of(model).plan is not None:
+        undistribute(model)
+    distribute(model, [found for each in optimizers if (found := each()) is not None], plan)
 
 
 def local_policies(here: World) -> list[SyncPolicy]:

@@ -10,7 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from .. import backend as _registered
-from ..comm.world.session import RankChange
+from ..comm.world.session import Agreed, RankChange
 from ..comm.world.store_sync import all_gather_json
 from ..comm.world.world import ProcessGroups, World, new_part_group
 from ..core.vocabulary import events
@@ -88,7 +88,7 @@ class Mesh:
         return tuple(name for name in ORDER if name in names)
 
 
-class _MeshTable(dict[Degrees, Mesh]):
+class _MeshTable(dict[Degrees, Mesh], Agreed):
     """The meshes of one world: several models may have one."""
 
 

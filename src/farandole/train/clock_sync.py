@@ -60,7 +60,7 @@ class ClockSync:
         names = all_gather_json(here, "clocks of hosts", name or here.host)
         leaders = {other: rank for rank, other in reversed(list(enumerate(names)))}
         self._askers = sorted(rank for rank in leaders.values() if rank != 0)
-        self._size = here.size
+        self._groups = here.groups
         self._round = 0
         self.next_step: int | None = None
         """The step at whose end clocks are compared next; None: never."""
@@ -70,7 +70,7 @@ class ClockSync:
 
     def after_step(self, step: int) -> int:
         """Compare the clocks, when it is time; return when it is the next time: never when ranks were lost."""
-        if self._here.size != self._size:
+        if self._here.groups is not self._groups:
             return NEVER
         if self.next_step is not None and step >= self.next_step:
             self._meet_others(step, self._meet)

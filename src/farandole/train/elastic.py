@@ -21,9 +21,10 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..comm.world.connect import connect_again
@@ -209,8 +210,10 @@ class ElasticWorker:
         self.assigned_at = float("-inf")
         """When the launcher formed this generation, by its clock; messages on hosts from before are stale."""
         self.progress = NO_STATE
-        self.is_in_step = False
-        """Whether the ranks that are left make a step again together."""
+        self.can_prepare = True
+        """Whether `init` may return before there is a place, where the plan lets ranks come in."""
+        self.asked_at = float("-inf")
+        """When the launcher asked last, by its clock, for a generation of other workers."""
         self._settings = settings
         self._changed = threading.Condition()
         self._answer: Frame | None = None
@@ -235,15 +238,23 @@ class ElasticWorker:
 
     # -- generations -----------------------------------------------------------------------------
 
-    def enter(self, connect: Callable[[], World]) -> World:
+    def enter(
+        self, connect: Callable[[], World], *, alone: Callable[[], World] | None = None,
+        in_step: bool = False, lets_in: bool = False,
+    ) -> World:  # fmt: skip
         """Wait for a place in the next generation and `connect`; again when it breaks before it is complete.
+
+        `alone`: called instead where others train already, or are enough; it makes a world of one. `in_step`:
+        ranks that are left make a step again together. `lets_in`: those that wait can come in.
 
         Raises RuntimeError when this worker was removed from the job, `LaunchError` when the launcher is
         gone, and what `connect` raises for reasons of its own.
         """
         while True:
             with ReservedPort(own_address(self._settings.address)) as port:
-                self._join(port)
+                flags = {"in_step": in_step, "lets_in": lets_in, "can_prepare": alone is not None}
+                if self._join(port, flags) == "later" and alone is not None:
+                    return alone()
                 try:
                     return connect()
                 except Mismatch:
@@ -286,16 +297,19 @@ class ElasticWorker:
         if missed:
             self._line.send({"type": "missed", "generation": generation, "addresses": missed})
 
-    def _join(self, port: ReservedPort) -> None:
+    def _join(self, port: ReservedPort, flags: Mapping[str, bool]) -> str:
+        """Ask for a place; return "assignment" where there is one, "later" where it is not needed yet."""
         with self._changed:
             self._answer, self._leaving = None, 0
             self._heard_at = time.monotonic()
         place = {"progress": self.progress, "address": port.address, "port": port.port}
-        self._line.send({"type": "ready", "in_step": self.is_in_step, **place})
+        self._line.send({"type": "ready", **flags, **place})
         answer = self._wait_for_answer()
         if answer["type"] == "removed":
             raise RuntimeError(answer["why"])
-        adopt_rank_variables(answer["environment"])
+        if answer["type"] == "assignment":
+            adopt_rank_variables(answer["environment"])
+        return str(answer["type"])
 
     def _wait_for_answer(self) -> Frame:
         with self._changed:
@@ -348,7 +362,7 @@ class ElasticWorker:
             self._heard_at = time.monotonic()
             if frame is None:
                 self._lost, leaving = True, self.generation
-            elif kind in ("assignment", "removed"):
+            elif kind in ("assignment", "later", "removed"):
                 self._answer = frame
                 if kind == "assignment":
                     self.generation, self.assigned_at = int(frame["generation"]), float(frame["at"])
@@ -357,6 +371,7 @@ class ElasticWorker:
                 leaving = self._leaving = int(frame["generation"])
             self._changed.notify_all()
         if frame is not None and kind == "hosts_updated":
+            self.asked_at = float(frame["at"])
             for listener in list(self._listeners):
                 listener(float(frame["at"]), int(frame["kind"]))
         if leaving:
@@ -378,19 +393,29 @@ class WorkerRegroup:
     def __init__(self, worker: ElasticWorker, here: World) -> None:
         self._worker, self._here = worker, here
 
-    def leave(self, why: str) -> None:
+    @property
+    def worker(self) -> int:
+        """See `Regroup`."""
+        return self._worker.worker
+
+    @property
+    def is_asked(self) -> bool:
+        """See `Regroup`."""
+        return self._worker.asked_at >= self._worker.assigned_at  # both in one look of the launcher
+
+    def has_state(self) -> None:
         """See `Regroup`."""
         if self._worker.progress < 1:
-            self._worker.has_state(1)  # who has none does not go on without those that have it
+            self._worker.has_state(1)
+
+    def leave(self, why: str) -> None:
+        """See `Regroup`."""
         self._worker.report_failure(why)
 
-    def enter(self) -> None:
+    def enter(self, *, lets_in: bool = False) -> None:
         """See `Regroup`."""
-        self._worker.is_in_step = True
-        try:
-            connect_again(self._here, self._worker.enter)
-        finally:
-            self._worker.is_in_step = False
+        in_step = not self._here.is_apart
+        connect_again(self._here, partial(self._worker.enter, in_step=in_step, lets_in=lets_in))
 
 
 @dataclass

@@ -136,7 +136,8 @@ class ModelDigests:
 class EqualModels:
     """Watches the distributed models of a world of several ranks. See [Note: when models are compared]."""
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: World, *, is_new: bool = True) -> None:
+        """`is_new`: whether the ranks of `here` have made no step."""
         self._here = here
         self._meet()
         self._parts = _KnownParts()
@@ -145,8 +146,8 @@ class EqualModels:
         self._versions: list[tuple[str, torch.Tensor, int]] = []
         self._changed: list[str] = []
         """Names of parameters that forward passes of the first step have changed."""
-        self._look_no_more: Callable[[], None] | None = observe_passes(here, self)
-        self._do: Callable[[int], int] = self._begin
+        self._look_no_more: Callable[[], None] | None = observe_passes(here, self) if is_new else None
+        self._do: Callable[[int], int] = self._begin if is_new else self._sum
         """What is to be done after the next step that this is told of."""
         self._before_step: Handle | None = None
         self._has_told = self._is_over = False

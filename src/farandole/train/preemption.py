@@ -62,27 +62,26 @@ def preempted() -> bool:
     Raises:
         ConfigError: the first call is not in the main thread, where alone Python can handle signals.
     """
-    return preempted_or(False)[0]
+    return preempted_or()[0]
 
 
-def preempted_or(other: bool) -> tuple[bool, bool]:
-    """Return what `preempted` does, and whether `other` is true on any rank, with one exchange for both."""
+def preempted_or(*others: bool) -> list[bool]:
+    """Return what `preempted` does, and whether each of `others` is true on any rank, with a single exchange."""
     if not _warning.listening:
         _listen()
     _look_for_handlers()
     if not has_world() or world().size == 1:
-        return _warning.by != 0, other
+        return [_warning.by != 0, *others]
     here = world()
     here.session.asks_all_ranks = True
 
     def question() -> list[float]:
-        flags = torch.tensor([float(_warning.by != 0), float(other)], dtype=torch.float32, device=here.device)
+        flags = torch.tensor([_warning.by != 0, *others], dtype=torch.float32, device=here.device)
         if here.size > 1:
             sum_up(here, flags, "preempted", op=dist.ReduceOp.MAX)
         return flags.tolist()
 
-    told, others = ask_all(here, question)
-    return bool(told), bool(others)
+    return [bool(each) for each in ask_all(here, question)]
 
 
 def _listen() -> None:

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from ..comm.world.connect import connect, watch_forks
-from ..comm.world.session import RankChange
+from ..comm.world.connect import be_apart, connect, watch_forks
+from ..comm.world.session import NEVER, RankChange
 from ..comm.world.world import DEFAULT_TIMEOUT_SECONDS, World, has_world, world
 from ..core.env import (
     RunSettings,
@@ -231,8 +231,13 @@ def init(
         return connect(timeout_seconds=timeout_seconds, device=device, backend=backend)
 
     worker = member()
-    here = join() if worker is None else worker.enter(join)
-    if worker is not None:
+    if worker is None:
+        here = join()
+    else:
+        is_first = worker.can_prepare and worker.generation == 0
+        can_wait = is_first and resolve_plan(None).on_failure == "continue"
+        alone = functools.partial(be_apart, worker.worker, timeout_seconds=timeout_seconds, device=device)
+        here = worker.enter(join, alone=alone if can_wait else None)
         here.session.regroup = worker.regroup_of(here)
     session = here.session.keep(TrainSession, lambda: TrainSession(here, place))
     session.open(0 if worker is None else worker.generation, settings, progress=progress)
@@ -295,9 +300,20 @@ class TrainSession:
         self._stall = StallWatcher(here, self._directory, _crashes.stacks)
         self._stall.open()
         here.session.follow_change(self.follow)
+        if here.is_apart:
+            here.session.steps.after_step(self._refuse_step)
+
+    def _refuse_step(self, step: int) -> int:
+        if self._here.is_apart:
+            raise ConfigError(
+                f"worker {self._here.rank} came later than the others, and has made a step without their state",
+                remedy="call load() of a farandole.Checkpointer before the first step: there it takes their state",
+            )
+        return NEVER
 
     def follow(self, change: RankChange) -> None:
-        """Ranks were lost: watch those that are left."""
+        """Ranks were lost, or came in: watch those that there are."""
+        self._here.session.keep(EqualModels, lambda: EqualModels(self._here, is_new=False))
         if self._stall is not None:
             self._stall.close(keep_positions=False)
         self._stall = StallWatcher(self._here, self._directory, _crashes.stacks)

@@ -452,3 +452,92 @@ def test_a_new_worker_has_no_part_in_a_step_that_is_made_again() -> None:
     job.membership.is_ready(0, **where, now=job.now, is_in_step=True)  # type: ignore[arg-type]
     job.turn()
     assert job.ranks() == {0: 0}, "alone, though worker 2 waits"
+
+
+def with_spare(**options: object) -> Job:
+    """Return a job of two ranks that train, and worker 2, which waits with its script done up to their state."""
+    job = Job({"a": 3}, max_ranks=2, spares=1, **options)  # type: ignore[arg-type]
+    for number in range(3):
+        prepares(job, number)
+    job.turn()
+    for number in (0, 1):
+        job.membership.has_progressed(number, 1)
+    return job
+
+
+def prepares(job: Job, number: int) -> None:
+    """Say that a worker has called `init`, and can go on without a place."""
+    job.membership.is_ready(number, progress=-1, address="h", port=1, now=job.now, can_prepare=True)
+
+
+def waits(job: Job, number: int, progress: int, *, is_in_step: bool = False, lets_in: bool = False) -> None:
+    """Say that a worker waits for the next generation."""
+    where = {"progress": progress, "address": "h", "port": number, "now": job.now}
+    job.membership.is_ready(number, **where, is_in_step=is_in_step, lets_in=lets_in)  # type: ignore[arg-type]
+
+
+def test_a_spare_prepares_itself_and_takes_the_place_of_a_lost_member() -> None:
+    job = with_spare()
+    assert (job.ranks(), [frame["type"] for frame in job.told[2]]) == ({0: 0, 1: 1}, ["later"])
+    waits(job, 2, -1)
+    job.turn()
+    assert job.last(0)["type"] == "assignment", "it is not needed yet"
+    job.dies(1)
+    waits(job, 0, 1, is_in_step=True)
+    job.turn()
+    assert job.ranks() == {0: 0}, "the step is made again without it"
+    job.turn()
+    assert job.last(0)["type"] == "hosts_updated"
+    waits(job, 0, 1, is_in_step=True, lets_in=True)
+    job.turn()
+    assert job.ranks() == {0: 0, 2: 1}
+
+
+def test_no_rank_comes_in_where_one_that_trains_is_in_a_step() -> None:
+    job = with_spare()
+    waits(job, 2, -1)
+    waits(job, 0, 1, is_in_step=True, lets_in=True)
+    waits(job, 1, 1, is_in_step=True)
+    job.turn()
+    assert job.ranks() == {0: 0, 1: 1}
+
+
+def test_a_worker_that_comes_while_others_train_is_let_prepare_itself() -> None:
+    job = with_spare(cooldown_range_seconds=(1, 1))
+    job.dies(2)
+    job.turn(3.0)
+    assert job.started[-1] == (3, "a")
+    prepares(job, 3)
+    job.turn()
+    assert job.last(3)["type"] == "later"
+
+
+def test_spares_are_no_part_of_how_a_job_ends() -> None:
+    job = with_spare()
+    waits(job, 2, -1)
+    for number in (0, 1):
+        job.membership.has_ended(number, well=True, why="", now=job.now)
+    job.turn()
+    assert job.killed == [2]
+    job.dies(2)
+    assert job.stop == Stop(True)
+    assert not [text for text in job.said if "worker 2" in text]
+
+
+def test_a_script_that_ends_before_it_took_the_state_does_not_end_the_job() -> None:
+    job = with_spare()
+    job.membership.has_ended(2, well=True, why="", now=job.now)
+    job.turn()
+    assert not job.is_over
+    assert job.said[-1].startswith(
+        "worker 2 on a is gone: its script has ended before it took the state of the others"
+    )
+    assert not job.membership.finishing
+
+
+def test_a_spare_does_not_go_on_without_those_that_have_the_state() -> None:
+    job = with_spare()
+    waits(job, 2, -1)
+    job.dies(0, 1)
+    assert job.stop is not None
+    assert not job.stop.succeeded

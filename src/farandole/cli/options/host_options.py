@@ -68,6 +68,9 @@ def add_elastic_options(parser: argparse.ArgumentParser) -> None:
         "--max-np", "--max-num-proc", dest="max_ranks", type=int, metavar="N", help="never more than N ranks"
     )
     group.add_argument(
+        "--spares", type=int, metavar="N", help="N more that wait, and take the place of ranks that are lost"
+    )
+    group.add_argument(
         "--slots-per-host", "--slots", dest="slots_per_host", type=int, metavar="N",
         help="slots of a host without a number",
     )  # fmt: skip
@@ -152,7 +155,7 @@ def read_elastic_options(options: argparse.Namespace) -> ElasticOptions | None:
             remedy="leave one of them out: --reset-limit says how often it may",
         )
     if is_fixed or (options.min_ranks is None and options.host_discovery_script is None):
-        for name in ("max_ranks", "elastic_timeout", "reset_limit", "cooldown"):
+        for name in ("max_ranks", "elastic_timeout", "reset_limit", "cooldown", "spares"):
             if getattr(options, name) is not None:
                 spelling = {"max_ranks": "--max-np", "cooldown": "--blacklist-cooldown-range"}.get(
                     name, "--" + name.replace("_", "-")
@@ -178,14 +181,17 @@ def read_elastic_options(options: argparse.Namespace) -> ElasticOptions | None:
         raise ConfigError(
             "Cannot run in fault tolerance mode with fewer than 2 hosts.", remedy="name more hosts after -H"
         )
+    spares = options.spares or 0
+    most = options.max_ranks
     return ElasticOptions(
         min_ranks=least,
-        max_ranks=options.max_ranks,
+        max_ranks=options.size if spares and most is None else most,
         discovery_script=script,
         elastic_timeout_seconds=600.0 if options.elastic_timeout is None else options.elastic_timeout,
         reset_limit=options.reset_limit,
         cooldown_range_seconds=None if options.cooldown is None else (options.cooldown[0], options.cooldown[1]),
         slots_per_host=options.slots_per_host,
+        spares=spares,
     )
 
 

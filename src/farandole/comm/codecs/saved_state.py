@@ -144,6 +144,16 @@ def merge(entries: Sequence[Entry]) -> Entry:
     }
 
 
+def for_new_rank(entry: Entry) -> Entry:
+    """Return what a rank that is new takes of one parameter, given another's entry: nothing that is its own."""
+    nothing = {
+        kind: {key: torch.zeros_like(tensor) for key, tensor in entry[kind].items()}
+        for kind in ("elements", "padding")
+    }
+    numbers = [{key: value for key, value in each.items() if key != _SEED} for each in entry["numbers"]]
+    return {**entry, **nothing, "numbers": numbers}
+
+
 def _mean(key: str, entries: Sequence[Entry]) -> torch.Tensor:
     found = [(entry["scale"], entry["elements"][key]) for entry in entries if key in entry["elements"]]
     total = torch.zeros(found[0][1].shape, dtype=torch.float64)

@@ -356,6 +356,13 @@ class BucketSet:
             made = [self._make(b.members, self._info(b.members[0], b.is_sparse), route) for b in self.buckets]
         self._take(made)
 
+    def dissolve(self) -> None:
+        """Have no buckets, as before the first exchange: ranks that are left agree on them anew."""
+        self._loaded = self.state()
+        self.buckets, self._order, self.frozen = [], [], []
+        self.bucket_of = [None] * len(self.bucket_of)
+        self.unassigned = list(range(len(self.bucket_of)))
+
     def _take(self, buckets: list[Bucket]) -> None:
         self.buckets = buckets
         for bucket in buckets:

@@ -31,6 +31,7 @@ from ..codecs.registry import runs_on_devices
 from ..collectives import start_all_reduce
 from ..device.streams import streams_of
 from ..world.comm_errors import translated
+from ..world.session import Agreed
 from ..world.store_sync import all_gather_json
 from ..world.world import World
 from .bucket import Bucket
@@ -234,7 +235,7 @@ class Counts(NamedTuple):
     """Ranks whose count is no number of at least 0."""
 
 
-class CountCalls:
+class CountCalls(Agreed):
     """The calls of `fd.weight` and the exchanges of one world, which keeps it."""
 
     def __init__(self, here: World) -> None:

@@ -260,12 +260,15 @@ class BackwardPasses:
     def take_back(self) -> None:
         """Let parameters have this rank's own gradients again."""
         self._in_flight.give_back()
+        if not self.exchanges_done:
+            self._buckets.dissolve()
 
     def begin_again(self, scale: float) -> None:
         """Begin the exchange once more, for other ranks: `scale` times this rank's share of the batch."""
         self.local.factor *= scale
         self._in_flight.begin_again()
-        self._launch_extra_tensors()
+        if self._buckets.buckets:
+            self._launch_extra_tensors()
 
     def launch_rest(self) -> None:
         """Launch buckets that are not complete; in the first pass, agree on buckets."""

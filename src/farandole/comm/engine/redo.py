@@ -10,6 +10,11 @@ others take back what they had and exchange it again, weighted by the samples of
 What the loop asks all ranks between two exchanges (`fd.mean`, `fd.preempted`, `Checkpointer.after_step`) is
 counted among them: who has the answer tells it to those that are behind. Other meetings of ranks (SyncBatchNorm,
 `fd.gather`) raise where they were called, as ever.
+
+[Note: ranks that come in] Between two exchanges the ranks may leave a generation that has not failed, to meet in
+one with others that wait. A rank whose connection breaks just then is behind in a question, and means another
+meeting: the launcher lets no rank in where not all that are left say so, and those that wanted more ranks go on as
+if on their way to the exchange that the others make again.
 """
 
 from __future__ import annotations
@@ -42,8 +47,10 @@ _MOST_IN_VAIN = 3
 class _Standing:
     """What one rank that is left says of its exchanges."""
 
-    rank: int
-    """Its number before."""
+    worker: int
+    """The launcher's number of its process, which it keeps."""
+    is_new: bool
+    """Whether it comes in."""
     done: int
     """Exchanges that it has made, and questions that were answered."""
     is_pending: bool
@@ -53,20 +60,28 @@ class _Standing:
     factors: list[float]
     """By reducer of the exchange under way: its share of the samples, over the mean share."""
     loops: list[Any]
-    """Where its loaders stand."""
+    """Where its loaders stand, or those of the ranks that it is behind."""
+
+
+_MEETING = "redoing a step"
 
 
 class StepRedo:
     """One a world whose ranks may be lost. Knows the reducers whose exchanges are made again."""
 
-    def __init__(self, here: World) -> None:
+    def __init__(self, here: World, workers: Sequence[int] = (), done: int = 0) -> None:
+        """`workers`: by rank, see `meet_as_new`; else all ranks make this together. `done`: exchanges so far."""
         self._here = here
         self._reducers: list[weakref.ref[GradientReducer]] = []
-        self._done, self._answer = 0, None
+        self._done, self._answer = done, None
         self._in_vain = 0
         """How often in this step no rank was lost."""
-        self._known = here.rank, here.size
-        """This rank, and how many there are, as those know that follow changes."""
+        assert here.session.regroup is not None, "without it no step is made again"
+        self._known = list(workers)
+        """The workers by rank, as those know that follow changes."""
+        if not workers:
+            here.session.regroup.has_state()
+            self._known = all_gather_json(here, "workers", here.session.regroup.worker)
         self._loops: list[Any] = []
         """Where the loaders stood of ranks that were further, at the last change."""
         self._problem: CommError | None = None
@@ -77,6 +92,55 @@ class StepRedo:
         self._reducers.append(weakref.ref(reducer))
         reducer.passes.guards.redo = self
         reducer.in_flight.own = []
+
+    @classmethod
+    def meet_as_new(cls, here: World) -> bool:
+        """Meet the ranks of a new generation as one that comes in; return whether any was there before."""
+        assert here.session.regroup is not None, "by it they are reached"
+        mine: list[Any] = [here.session.regroup.worker, True, 0, False, None, [], []]
+        said = [_Standing(*each) for each in all_gather_json(here, _MEETING, mine)]
+        here.session.drop(cls)  # of an attempt that failed
+        here.session.keep(cls, lambda: cls(here, [each.worker for each in said], max(each.done for each in said)))
+        here.session.ranks_change(RankChange(here.rank, 1, (), []))
+        return not all(each.is_new for each in said)
+
+    def why_closed(self) -> str:
+        """Return why no rank can come in now; empty: one can."""
+        if any(reducer.passes_held for reducer in self._alive()):
+            return "gradients are held back (fd.accumulate)"
+        loops = self._here.session.kept(DividedLoops)
+        if loops is not None and self._here.size == 1:
+            loops.note_exchange()  # which one rank alone does not make
+        return "" if loops is None else loops.why_whole()
+
+    def let_in(self, welcome: Callable[[Sequence[int]], None]) -> None:
+        """Meet in the next generation, with ranks that wait; called by all ranks, between two exchanges.
+
+        `welcome` is called with the numbers of now of those that come in, and is to make exchanges ready for all.
+        See [Note: ranks that come in].
+        """
+        here = self._here
+        regroup = here.session.regroup
+        assert regroup is not None, "without it ranks cannot change"
+        while True:
+            try:
+                for reducer in self._alive():
+                    reducer.open_route.leave()
+                regroup.enter(lets_in=True)
+                said = self._say(self._done, (), is_pending=False, answer=self._answer, places=self._places())
+                there = [each for each in said if not each.is_new]
+                newest = [each for each in there if each.done == self._done]
+                pending = [each for each in newest if each.is_pending] or newest
+                self._refuse_strange(there, pending)
+                self._follow(said, pending)
+                if new := [rank for rank, each in enumerate(said) if each.is_new]:
+                    welcome(new)
+                else:
+                    for reducer in self._alive():
+                        reducer.reconnect()
+                return
+            except LOST as problem:
+                regroup.leave(str(problem))
 
     def note(self, problem: CommError) -> None:
         """An exchange has failed during a backward pass: it goes on, and ends in `finish`."""
@@ -130,10 +194,8 @@ class StepRedo:
             for passes in reducers:
                 passes.settle()
             return True
-        # In the first exchange ranks agree on much more; counts of samples (`fd.weight`) are exchanged before it.
-        is_first = not all(passes.exchanges_done for passes in reducers)
-        if is_first or self._here.session.batch_weight.count_number:
-            raise problem
+        if self._here.session.batch_weight.count_number:
+            raise problem  # counts of samples (`fd.weight`) were exchanged before
         return self._go_on(reducers, problem, has_arrived=has_arrived) is not None
 
     def _vote(self) -> None:
@@ -162,7 +224,7 @@ class StepRedo:
                     elif ahead is None:
                         passes.take_back()
                 ahead = newest if is_behind else ahead
-                self._follow(said, pending, is_behind=ahead is not None)
+                self._follow(said, pending or [newest])
                 for reducer in self._alive():
                     reducer.reconnect()
             except LOST as again:  # one more is lost
@@ -180,32 +242,43 @@ class StepRedo:
         self, problem: CommError, reducers: Sequence[BackwardPasses], *, is_pending: bool, taken: Any
     ) -> list[_Standing]:
         """Leave this generation, and return what the ranks of the next one say, by rank."""
-        here, regroup = self._here, self._here.session.regroup
+        regroup = self._here.session.regroup
         assert regroup is not None, "without it no reducer is added"
         regroup.leave(str(problem))
         for reducer in self._alive():
             reducer.open_route.leave()
         regroup.enter()
-        done = self._done + (not is_pending)
-        factors = [passes.local.factor for passes in reducers] if is_pending else []
-        places = [] if (loops := here.session.kept(DividedLoops)) is None else loops.under_way()
-        answer = self._answer if is_pending else taken
-        mine = [self._known[0], done, is_pending, answer, factors, places]
-        return [_Standing(*each) for each in all_gather_json(here, "redoing a step", mine)]
+        if is_pending:
+            return self._say(self._done, reducers, is_pending=True, answer=self._answer, places=self._places())
+        return self._say(self._done + 1, (), is_pending=False, answer=taken, places=self._loops)
 
-    def _follow(self, said: Sequence[_Standing], pending: Sequence[_Standing], *, is_behind: bool) -> None:
+    def _places(self) -> list[Any]:
+        return [] if (loops := self._here.session.kept(DividedLoops)) is None else loops.under_way()
+
+    def _say(
+        self, done: int, reducers: Sequence[BackwardPasses], *, is_pending: bool, answer: Any, places: list[Any]
+    ) -> list[_Standing]:
+        """Tell the ranks of now where this one stands; return what all say, by rank."""
+        factors = [passes.local.factor for passes in reducers]
+        assert self._here.session.regroup is not None, "by it they are reached"
+        mine = [self._here.session.regroup.worker, False, done, is_pending, answer, factors, places]
+        return [_Standing(*each) for each in all_gather_json(self._here, _MEETING, mine)]
+
+    def _follow(self, said: Sequence[_Standing], furthest: Sequence[_Standing]) -> None:
         """Tell those that must know of the ranks that are left."""
-        rank, size = self._known
-        left = tuple(each.rank for each in said)
-        self._loops = pending[0].loops if pending else self._loops
-        self._known = self._here.rank, self._here.size
-        self._here.session.ranks_change(RankChange(rank, size, left, is_behind, self._loops))
-        self._tell(size, left)
+        before, self._known = self._known, [each.worker for each in said]
+        # One that broke off in the middle of the last change knows ranks of before that.
+        left = tuple(before.index(each) for each in self._known if each in before)
+        rank, self._loops = before.index(self._known[self._here.rank]), furthest[0].loops
+        self._here.session.ranks_change(RankChange(rank, len(before), left, self._loops))
+        self._tell(len(before), left)
 
     def _alive(self) -> list[GradientReducer]:
         return [found for each in self._reducers if (found := each()) is not None and found.is_open]
 
     def _tell(self, size: int, left: Sequence[int]) -> None:
+        if self._here.size > len(left):
+            return  # some have come in, which says so
         self._in_vain = 0 if len(left) < size else self._in_vain + 1
         if self._in_vain > _MOST_IN_VAIN:
             raise CommError(

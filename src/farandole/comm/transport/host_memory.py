@@ -315,7 +315,7 @@ def share(
     """Make memory of `byte_count` zeros and map every peer's: uint8 tensors, by local rank.
 
     To be called by all ranks of the job. Raises `Mismatch` when `facts` differ, `Unavailable` when some rank
-    cannot make or map memory, both on all ranks. See [Note: memory without a name].
+    cannot make or map memory, and `PeerLost` when one has ended, on all ranks. See [Note: memory without a name].
     """
     byte_count = max(ALIGNMENT, byte_count)
     memory, problem = _make(byte_count)
@@ -324,13 +324,18 @@ def share(
         for label in facts:
             require_equal(world, topic, label, [said[label] for said in seen])
         mapped: list[torch.Tensor] = []
+        gone: list[int] = []
         try:
             for peer in peers:
                 path = f"/proc/{peer.process}/fd/{seen[peer.rank]['memory']}"
                 mapped.append(_map(path, seen[peer.rank]["file"], byte_count))
         except (OSError, RuntimeError) as reason:
             problem = problem or f"rank {world.job_rank} on {world.host} cannot share memory: {reason}"
-        refuse(all_gather_json(world, f"{topic}/mapped", problem))
+            gone = [peer.rank for peer in peers if _has_ended(peer.process)]
+        said = all_gather_json(world, f"{topic}/mapped", [problem, gone])
+        if ended := sorted({rank for _, ranks in said for rank in ranks}):
+            raise PeerLost(f"{name_ranks(ended)} ended meanwhile", rank=world.job_rank, operation=topic)
+        refuse([text for text, _ in said])
         mine = [peer.rank for peer in peers].index(world.rank)
         separate_in_child(mapped[mine], memory)
         memory = -1
@@ -338,6 +343,15 @@ def share(
     finally:
         if memory >= 0:
             os.close(memory)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process is gone, or waits for its parent to take notice."""
+    try:
+        with os.scandir(f"/proc/{process}/fd") as descriptors:
+            return next(descriptors, None) is None
+    except OSError as problem:
+        return not isinstance(problem, PermissionError)
 
 
 def _make(byte_count: int) -> tuple[int, str]:

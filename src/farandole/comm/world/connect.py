@@ -8,7 +8,8 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,7 +38,7 @@ from .rendezvous import (
     wait_for_routes,
 )
 from .store_sync import all_gather_json, nobody_answered, require_equal
-from .world import DEFAULT_TIMEOUT_SECONDS, World, build_time, current, set_patience
+from .world import APART, DEFAULT_TIMEOUT_SECONDS, ProcessGroups, World, build_time, current, set_patience
 
 
 @functools.cache
@@ -91,6 +92,16 @@ def connect(
     return made
 
 
+def be_apart(
+    rank: int, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, device: str | torch.device | None = None
+) -> World:
+    """Make a world of this rank alone, which `connect_again` lets be one of several."""
+    watch_forks()
+    made = World(rank, 1, 0, 1, 0, 1, socket.gethostname(), None, _device(device, 0), APART, timeout_seconds)
+    current.world, current.parents = made, None
+    return made
+
+
 _PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "address", "source", "groups")
 
 
@@ -114,6 +125,17 @@ def connect_again(here: World, enter: Callable[[Callable[[], World]], World]) ->
     if session.degrees is not None:
         session.degrees = Degrees(data=here.size)
     current.world, current.sockets = here, here.sockets
+
+
+@contextmanager
+def as_if_alone(here: World) -> Iterator[None]:
+    """In this context `here` has no other ranks: what is called asks nobody."""
+    place = here.size, here.groups
+    here.size, here.groups = 1, ProcessGroups()
+    try:
+        yield
+    finally:
+        here.size, here.groups = place
 
 
 def _choose_backend(wanted: str | None) -> str | None:

@@ -113,21 +113,37 @@ class RankChange:
     size: int
     """Ranks before."""
     left: tuple[int, ...]
-    """Numbers before of the ranks that there are now, in the order of now."""
-    is_behind: bool
-    """Whether this rank is to make the step before the one that others make again."""
+    """Numbers before of the ranks that are still there, in the order of now."""
     loops: list[Any]
-    """Where the loaders of those others stand. See `DividedLoops.under_way`."""
+    """Where the loaders of those stand that are furthest. See `DividedLoops.under_way`."""
+
+
+class Agreed:
+    """Something kept by a session that is of the ranks of now alone: it is dropped when they change."""
 
 
 class Regroup(Protocol):
     """The way of a job's ranks from one generation to the next."""
 
+    @property
+    def worker(self) -> int:
+        """The launcher's number of this process, which it keeps."""
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether other ranks are to be the next generation: some that wait come in, or some are to leave."""
+
+    def has_state(self) -> None:
+        """This rank trains: no generation goes on without those that do."""
+
     def leave(self, why: str) -> None:
         """Free all ranks from what they wait for: this generation is over."""
 
-    def enter(self) -> None:
-        """Wait for the ranks that are left, and let the world be these."""
+    def enter(self, *, lets_in: bool = False) -> None:
+        """Wait for the ranks that are left, and let the world be these.
+
+        `lets_in`: those that wait are let in, too, if all ranks that are left say so.
+        """
 
 
 class DividedLoops:
@@ -139,6 +155,14 @@ class DividedLoops:
 
     def under_way(self) -> list[Any]:
         """Return where they stand, as JSON: equal on ranks that are in one step."""
+        raise NotImplementedError
+
+    def standing(self) -> list[Any]:
+        """Return of each its number, and where it would go on, as JSON: equal on ranks between two steps."""
+        raise NotImplementedError
+
+    def why_whole(self) -> str:
+        """Return why what is to come cannot be divided anew now; empty: it can."""
         raise NotImplementedError
 
 
@@ -249,6 +273,7 @@ class Session:
 
     def ranks_change(self, change: RankChange) -> None:
         """Tell those that follow."""
+        self._kept = {kind: kept for kind, kept in self._kept.items() if not isinstance(kept, Agreed)}
         self._followers(change)
 
     def call_in_forked_child(self, forget: Callable[[], None]) -> None:

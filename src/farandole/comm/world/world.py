@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from . import forks
 from .comm_errors import Member, SocketAborter, refuse_if_ended, translated
 from .forks import tell_children
 from .rendezvous import forget_generation
-from .session import Session
+from .session import Agreed, Session
 
 # What connects this rank with the others: torch's process groups, the store, and the sockets of both.
 
@@ -127,6 +127,7 @@ def set_patience(group: dist.ProcessGroup, wait: timedelta) -> dist.ProcessGroup
     return group
 
 
+APART: Final = "apart"
 DEFAULT_TIMEOUT_SECONDS = 600.0
 _OWN_SECONDS = 2.0
 """For the others to come to a refusal of their own."""
@@ -135,7 +136,7 @@ _TELL_SECONDS = 10.0
 
 
 @dataclass
-class _Refusals:
+class _Refusals(Agreed):
     """What this rank knows of refusals of the job."""
 
     count: int = 0
@@ -167,7 +168,7 @@ class World(MeshPlace):
     device: torch.device
     """Where this rank's model belongs."""
     source: str
-    """The launcher whose variables were read; "alone" without one."""
+    """The launcher whose variables were read; "alone" without one; `APART`."""
     timeout_seconds: float
     groups: ProcessGroups = field(default_factory=ProcessGroups)
     """What connects this rank with the others."""
@@ -191,6 +192,11 @@ class World(MeshPlace):
         return self.rank == 0
 
     @property
+    def is_apart(self) -> bool:
+        """Whether this rank is alone until it takes the state of those that train. Its number is beyond theirs."""
+        return self.source == APART
+
+    @property
     def degrees(self) -> Degrees:
         """The mesh that the ranks of the job form; data parallel without degrees in the plan."""
         found = self.session.degrees
@@ -205,7 +211,7 @@ class World(MeshPlace):
     @property
     def job_rank(self) -> int:
         """This rank's number in the job, also seen from a part of its ranks."""
-        return self.job_ranks[self.rank]
+        return self.rank if self.groups.ranks is None else self.groups.ranks[self.rank]
 
     @property
     def backend(self) -> str:

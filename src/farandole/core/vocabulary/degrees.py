@@ -102,7 +102,7 @@ class Degrees:
 
     def rank_over(self, rank: int, names: Collection[str]) -> int:
         """Return the place of `rank` among those that differ from it in the degrees `names` alone."""
-        return self.members(rank, names).index(rank)
+        return self.members(rank, names).index(rank % self.size)  # beyond: one that is alone, `World.is_apart`
 
     def members(self, rank: int, names: Collection[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` in the degrees `names` alone, itself included, in order."""

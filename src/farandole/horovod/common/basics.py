@@ -100,11 +100,15 @@ class HorovodBasics:
     def _start(self, settings: HorovodVariables, plan: JobPlan) -> None:
         from ...comm.world.world import DEFAULT_TIMEOUT_SECONDS, has_world
         from ...observe.export.operation_timeline import OperationTimeline
+        from ...train.elastic import member
         from ...train.session import init
         from ..named_ops.engine import NamedOpsEngine
         from ..named_ops.operations import NamedOpsSettings
 
         self._opened_world = not has_world()
+        worker = member()
+        if worker is not None:
+            worker.can_prepare = False  # states of Horovod's are taken in its own way
         said_seconds = plan.plan.timeout_seconds if "timeout_seconds" in plan.sources else None
         world = init(timeout_seconds=settings.timeout_seconds or DEFAULT_TIMEOUT_SECONDS, progress=False)
         if world.rank == 0:

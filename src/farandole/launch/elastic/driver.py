@@ -155,6 +155,8 @@ class ElasticJob(JobLoop):
                     port=int(frame["port"]),
                     now=now,
                     is_in_step=bool(frame.get("in_step")),
+                    lets_in=bool(frame.get("lets_in")),
+                    can_prepare=bool(frame.get("can_prepare")),
                 )
             elif frame["type"] == "failed":
                 self._membership.has_failed(worker, int(frame["generation"]), str(frame["why"]), now)
@@ -170,10 +172,12 @@ class ElasticJob(JobLoop):
         worker, now = exited.rank, time.monotonic()
         exited = replace(exited, stopped_by_us=self._stopping and exited.code != 0)
         why = f"exit code {exited.code}"
-        if exited.failed and self._membership.workers[worker].is_alive:
+        known = self._membership.workers[worker]
+        if exited.failed and known.is_alive:
             crashes = [self._crashes[worker]] if worker in self._crashes else []
-            failure = find_failure([exited], crashes, host=self._membership.workers[worker].host, stop_seconds=0.0)
-            self._failures.append(failure)
+            failure = find_failure([exited], crashes, host=known.host, stop_seconds=0.0)
+            if known.has_trained or not self._membership.current.number:
+                self._failures.append(failure)  # that of a spare is not why a job fails
             why = failure.cause
             trace = failure.traceback.rstrip()
             if trace and trace != why:

@@ -34,7 +34,7 @@ from .options import ElasticOptions
 # The workers of an elastic job, and the generation of ranks that some of them form.
 
 
-State = Literal["starting", "ready", "member", "removed", "ended"]
+State = Literal["starting", "preparing", "ready", "member", "removed", "ended"]
 
 
 @dataclass(eq=False)
@@ -55,11 +55,15 @@ class Worker:
     """Whether it ever was in a generation."""
     is_in_step: bool = False
     """Whether it waits to make a step again with those that were in it: one that is new has no part in that."""
+    lets_in: bool = False
+    """Whether it waits between two steps, where one that is new can come in."""
+    prepares: bool = False
+    """Whether it runs its script by itself until it needs the state of those that train."""
 
     @property
     def is_alive(self) -> bool:
         """Whether it counts: it runs and is not on its way out."""
-        return self.state in ("starting", "ready", "member")
+        return self.state in ("starting", "preparing", "ready", "member")
 
 
 @dataclass(eq=False)
@@ -176,15 +180,22 @@ class Membership:
                 self._orders.append(Kill(worker.number))
 
     def is_ready(
-        self, number: int, *, progress: int, address: str, port: int, now: float, is_in_step: bool = False
-    ) -> None:
-        """A worker waits for the next generation, with the state after `progress` commits."""
+        self, number: int, *, progress: int, address: str, port: int, now: float,
+        is_in_step: bool = False, lets_in: bool = False, can_prepare: bool = False,
+    ) -> None:  # fmt: skip
+        """A worker waits for the next generation, with the state after `progress` commits.
+
+        `can_prepare`: it needs no place yet where others train already, see `Worker.prepares`.
+        """
         worker = self.workers[number]
         if not worker.is_alive:
             return
         was_member = worker.state == "member"
         worker.state, worker.progress, worker.address, worker.port = "ready", progress, address, port
-        worker.is_in_step = is_in_step
+        worker.is_in_step, worker.lets_in, worker.prepares = is_in_step, lets_in, can_prepare
+        if can_prepare and self.current.number:
+            self._let_prepare(worker)
+            return
         self.best_progress = max(self.best_progress, progress)
         if was_member and self.current.asked is None:
             self._break(f"worker {number} left", now)
@@ -218,9 +229,12 @@ class Membership:
         before, worker.state = worker.state, "ended"
         self._removed_at.pop(number, None)
         if before == "removed":
-            self._orders.append(Say(f"worker {number} has left {worker.host}"))
+            if not self.finishing:
+                self._orders.append(Say(f"worker {number} has left {worker.host}"))
             return
-        if well:
+        if well and before == "preparing":
+            why = "its script has ended before it took the state of the others (Checkpointer.load)"
+        elif well:
             self.finishing = True
             self._ended_well.append(number)
             return
@@ -279,13 +293,14 @@ class Membership:
         if self._alive("member") or (not self.current.number and self._alive("starting")):
             return
         for worker in self._alive():
+            self._remove(worker, 0.0)
+            self._orders.append(Kill(worker.number))
             if worker.has_trained or not self.current.number:
                 self._left_behind.append(worker.number)
-            self._remove(worker, 0.0)
-            self._orders += [
-                Say(f"worker {worker.number} is stopped: another has ended the job, and no generation follows"),
-                Kill(worker.number),
-            ]
+            elif self.options.spares:
+                continue  # it was not needed
+            text = f"worker {worker.number} is stopped: another has ended the job, and no generation follows"
+            self._orders.append(Say(text))
         if all(worker.state == "ended" for worker in self.workers.values()):
             succeeded = not self.current.lost_members and not self._left_behind
             self._orders.append(Stop(succeeded, self._why_unfinished()))
@@ -305,7 +320,8 @@ class Membership:
         if self.current.number and not running:
             return  # the workers that had the state are gone
         new = []
-        for host in vacancies(running, self.hosts, opened, self.options.max_ranks):
+        most = None if self.options.max_ranks is None else self.options.max_ranks + self.options.spares
+        for host in vacancies(running, self.hosts, opened, most):
             number = len(self.workers)
             self.workers[number] = Worker(number, host, started_at=now)
             new.append(number)
@@ -343,7 +359,7 @@ class Membership:
         waiting = self._alive("ready")
         if self._are_starting(now):
             waiting = [worker for worker in waiting if worker.number in (self.current.asked or ())]
-        choice = choose([*training, *waiting], self.hosts, self.options.max_ranks)
+        choice = self._choose([*training, *waiting])
         wanted = frozenset(worker.number for worker in choice.members)
         current = self.current.asked if self.current.asked is not None else frozenset(self.current.members)
         if wanted == current:
@@ -359,9 +375,10 @@ class Membership:
         has_time = now - self.began_at <= self.options.elastic_timeout_seconds
         if not self.current.number and self._alive("starting") and has_time:
             return
-        if any(worker.is_in_step for worker in waiting):
-            waiting = [worker for worker in waiting if worker.is_in_step]
-        choice = choose(waiting, self.hosts or {}, self.options.max_ranks)
+        in_step = [worker for worker in waiting if worker.is_in_step]
+        if not all(worker.lets_in for worker in in_step):
+            waiting = in_step
+        choice = self._choose(waiting)
         if len(choice.members) < self.options.min_ranks:
             self._wait_for_more(len(choice.members), now)
             return
@@ -371,6 +388,9 @@ class Membership:
             return
         for worker in choice.leaving:
             self._dismiss(worker, now)
+        for worker in choice.spares:
+            if worker.prepares:
+                self._let_prepare(worker)
         self._assign(assign(choice.members), now)
         self._short_since = None
 
@@ -394,6 +414,13 @@ class Membership:
         self._orders.append(Say(f"generation {self.current.number}: {len(places)} ranks: workers {who}"))
 
     # -- helpers ---------------------------------------------------------------------------------
+
+    def _choose(self, workers: Collection[Worker]) -> NextMembers:
+        return choose(workers, self.hosts or {}, self.options.max_ranks, spares=self.options.spares)
+
+    def _let_prepare(self, worker: Worker) -> None:
+        worker.state = "preparing"
+        self._orders.append(Tell(worker.number, {"type": "later"}))
 
     def _alive(self, state: State | None = None) -> list[Worker]:
         return [w for w in self.workers.values() if w.is_alive and state in (None, w.state)]
@@ -467,30 +494,35 @@ class NextMembers:
     members: tuple[Worker, ...]
     leaving: tuple[Worker, ...]
     """Their host, or their slot on it, is no longer there."""
+    spares: tuple[Worker, ...] = ()
+    """They wait for a place."""
 
 
-def choose(workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None) -> NextMembers:
+def choose(
+    workers: Collection[Worker], slots: Mapping[str, int], max_ranks: int | None, *, spares: int = 0
+) -> NextMembers:
     """Choose the members among `workers`: at most a host's slots on each host, at most `max_ranks` in all.
 
-    When only workers that should leave hold the state, the best of them stays for one more generation.
+    When only workers that should leave hold the state, the best of them stays for one more generation. `spares`:
+    how many may wait that have a slot.
     """
     members: list[Worker] = []
     leaving: list[Worker] = []
+    waiting: list[Worker] = []
     taken: dict[str, int] = {}
     for worker in sorted(workers, key=standing):
         used = taken.get(worker.host, 0)
         full = max_ranks is not None and len(members) >= max_ranks
-        if used < slots.get(worker.host, 0) and not full:
-            taken[worker.host] = used + 1
-            members.append(worker)
-        else:
-            leaving.append(worker)
+        has_slot = used < slots.get(worker.host, 0)
+        found = leaving if not has_slot or (full and len(waiting) == spares) else waiting if full else members
+        taken[worker.host] = used + has_slot
+        found.append(worker)
     if leaving and _best(leaving) > NO_STATE and members and _best(members) == NO_STATE:
         kept, *leaving = leaving
         if max_ranks is not None and len(members) >= max_ranks:
             leaving.append(members.pop())
-        return NextMembers((*members, kept), tuple(leaving))
-    return NextMembers(tuple(members), tuple(leaving))
+        return NextMembers((*members, kept), tuple(leaving), tuple(waiting))
+    return NextMembers(tuple(members), tuple(leaving), tuple(waiting))
 
 
 def assign(members: Collection[Worker]) -> dict[int, RankSpec]:

@@ -32,6 +32,8 @@ class ElasticOptions:
     """Least and most time before a failed host is tried again; None: never again."""
     slots_per_host: int | None = None
     """Slots of a host whose line says none; None: one."""
+    spares: int = 0
+    """Workers beyond `max_ranks` that wait for the place of one that is lost."""
 
     def __post_init__(self) -> None:
         if self.min_ranks < 1:
@@ -44,6 +46,11 @@ class ElasticOptions:
             raise ConfigError(f"reset_limit={self.reset_limit} must be >= 0")
         if self.slots_per_host is not None and self.slots_per_host < 1:
             raise ConfigError(f"--slots-per-host {self.slots_per_host}: expected at least 1")
+        if self.spares < 0 or (self.spares and self.max_ranks is None):
+            raise ConfigError(
+                f"--spares {self.spares}: expected at least 0, and a number of ranks",
+                remedy="say with -np or --max-np how many train",
+            )
         if self.cooldown_range_seconds is not None:
             least, most = self.cooldown_range_seconds
             if not LEAST_COOLDOWN_SECONDS <= least <= most <= MOST_COOLDOWN_SECONDS:

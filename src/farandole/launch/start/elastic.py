@@ -65,15 +65,23 @@ def start_elastic(request: JobRequest, options: ElasticOptions, *, status: Statu
 
 def _fixed_hosts(request: JobRequest, options: ElasticOptions) -> Sequence[HostSlots]:
     """Return the hosts of a job without a script, by default this machine, or those of an emulation."""
-    if request.hosts:
-        return request.hosts
-    emulated = find_hosts(request.remote).find_all(())
-    if not emulated and request.size is None and options.max_ranks is None:
+    hosts = request.hosts or find_hosts(request.remote).find_all(())
+    if hosts:
+        slots = sum(host.slots for host in hosts)
+        spares, ranks = options.spares, options.max_ranks or 0
+        if spares and spares + ranks > slots:
+            raise ConfigError(
+                f"--spares {spares}: the hosts have {slots} slots, and {ranks} ranks take theirs",
+                remedy="name more hosts or slots, or give -np (or --max-np) fewer ranks",
+            )
+        return hosts
+    if request.size is None and options.max_ranks is None:
         raise ConfigError(
             "an elastic job needs hosts, or -np for this machine alone",
             remedy="add --host-discovery-script, --hostfile or -H a:2,b:2",
         )
-    return emulated or [HostSlots("localhost", request.size or options.max_ranks or options.min_ranks)]
+    ranks = request.size or options.max_ranks or options.min_ranks
+    return [HostSlots("localhost", ranks + options.spares)]
 
 
 # How the hosts are reached.

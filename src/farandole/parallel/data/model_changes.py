@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from ...comm.engine.parameters import ParameterTable
 from ...comm.messages import bytes_of
+from ...comm.world.session import Agreed
 from ...comm.world.store_sync import Fact, all_gather_json, require_same
 from ...comm.world.world import World
 from ...core.vocabulary.errors import ConfigError, Mismatch
@@ -41,7 +42,7 @@ _ELEMENTS = 1024
 _PARAMETERS = 32
 
 
-class _Digests(list[list[str]]):
+class _Digests(list[list[str]], Agreed):
     """The digests of the ranks' models, for each call."""
 
 

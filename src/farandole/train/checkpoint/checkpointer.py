@@ -21,6 +21,7 @@ from ...core.vocabulary.text import write_notice
 from .. import preemption
 from .agreement import find_good_step
 from .loader import load_training
+from .newcomers import RankEntrance, come_in
 from .saver import Save, Saver, line_of
 from .state import describe_saves, make_training
 
@@ -171,7 +172,6 @@ class Checkpointer:
         if if_busy not in ("wait", "skip"):
             raise ConfigError(f'if_busy: expected "wait" or "skip", got {if_busy!r}')
         self._here = world()
-        self._directory = Path(directory)
         self._every_steps, self._every_minutes = every_steps, every_minutes
         self._keep, self._keep_every = keep, keep_every
         self._asynchronous, self._if_busy = asynchronous, if_busy
@@ -182,10 +182,11 @@ class Checkpointer:
         )  # fmt: skip
         self._training = make_training(model, optimizer, with_state_dict)
         self._here.session.recorder.record(
-            describe_saves(self._directory, self._training, asynchronous=asynchronous)
+            describe_saves(Path(directory), self._training, asynchronous=asynchronous)
         )
-        self._line = line_of(self._directory, self._here)
-        self._saver = Saver(self._directory, self._training, self._here, self._prune)
+        self._line = line_of(Path(directory), self._here)
+        self._saver = Saver(Path(directory), self._training, self._here, self._prune)
+        self._entrance = RankEntrance(self._here, self._training)
         self._under_way: Save | None = None
         self._last_step: int | None = None
         self._has_alarm = False
@@ -194,6 +195,8 @@ class Checkpointer:
     def load(self) -> int | None:
         """Load the last checkpoint that is whole; one that is damaged is passed over with an alarm.
 
+        A rank that comes later than the others (``farandole run --spares``) waits here, and takes their state.
+
         Returns:
             Its step; None if there is no checkpoint, and nothing was changed.
 
@@ -201,10 +204,14 @@ class Checkpointer:
             CheckpointError: the checkpoint is another model's, or all are damaged; on every rank.
         """
         self._wait()
-        step = find_good_step(self._directory, self._here)
+        if self._here.is_apart:
+            came_in_at = come_in(self._training, self._here)
+            self._line.load(came_in_at)
+            return came_in_at
+        step = find_good_step(self._line.directory, self._here)
         if step is None:
             return None
-        self._last_step = load_training(self._directory, step, self._training, self._here, self._saver.writer)
+        self._last_step = load_training(self._line.directory, step, self._training, self._here, self._saver.writer)
         self._line.load(step)
         if self._here.rank == 0:
             self._line.begin(None)
@@ -224,7 +231,7 @@ class Checkpointer:
         step = require_step(step)
         minutes = (time.monotonic() - self._last_seconds) / 60
         is_due = self._here.rank == 0 and self._every_minutes is not None and minutes >= self._every_minutes
-        is_preempted, is_time = preemption.preempted_or(is_due)
+        is_preempted, is_time, is_asked, is_closed = preemption.preempted_or(is_due, *self._entrance.look(step))
         if is_preempted:
             self._wait()
             if any(all_gather_json(self._here, "checkpoint/last", self._last_step != step)):
@@ -234,6 +241,11 @@ class Checkpointer:
             self._wait()
         if is_time or (self._every_steps is not None and step % self._every_steps == 0):
             self._save(step, wait=not self._asynchronous)
+        if is_asked and not is_closed:
+            begin = time.monotonic()
+            self._wait()
+            self._entrance.open(step)
+            self._here.session.recorder.record(Phase("ranks come in", begin, time.monotonic()))
         return False
 
     def save(self, step: int) -> bool:
@@ -250,6 +262,7 @@ class Checkpointer:
     def close(self) -> None:
         """Wait for the save under way, and let other jobs write to the directory. May be called twice."""
         self._wait()
+        self._entrance.close()
         self._saver.close()
 
     def _save(self, step: int, *, wait: bool) -> bool:

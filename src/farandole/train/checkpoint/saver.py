@@ -138,14 +138,15 @@ class Saver:
         self._pool = here.session.keep(WriterPool, lambda: WriterPool(here))
         self._writer = self._pool.take()
         self._under_way: Save | None = None
-        self._is_closed = self._is_left = False
+        self._is_closed, self._is_left = False, here.is_apart
         self._lock: DirectoryLock | None = None
         self._store: BackgroundStore | None = None
         self._count = 0
         self._copies = LaterCopies(self._note_wait)
         self._divided: tuple[list[str], list[list[Item]]] | None = None
         try:
-            self._open()
+            if not here.is_apart:  # the directory is locked by those that train
+                self._open()
         except BaseException:
             self.close()
             raise
@@ -442,7 +443,7 @@ class RunLine:
     """The line of one directory, on this rank. Rank 0 alone writes, loading is seen by all."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self.directory = directory
         self._steps: list[int] = []
         self._left_at: int | None = None
         """The step that was loaded, until the save that follows."""
@@ -450,10 +451,10 @@ class RunLine:
 
     def load(self, step: int) -> None:
         """Go on from the checkpoint of a step."""
-        self._steps = [each for each in saved_steps(self._directory) if each <= step]
+        self._steps = [each for each in saved_steps(self.directory) if each <= step]
         self._left_at = step
         with suppress(OSError):  # removed meanwhile
-            when = step_directory(self._directory, step).stat().st_mtime
+            when = step_directory(self.directory, step).stat().st_mtime
             self._account = replace(self._account, whole=step, when_seconds=when)
 
     def give_up_later(self, step: int) -> None:
@@ -462,15 +463,15 @@ class RunLine:
         if left_at is None:
             return
         names = []
-        for each in saved_steps(self._directory):
+        for each in saved_steps(self.directory):
             if each > left_at and each != step:
                 try:
-                    names.append(set_aside(self._directory, each))
+                    names.append(set_aside(self.directory, each))
                 except OSError as problem:
                     write_notice(f"ALARM: step {each} was given up and cannot be set aside: {problem}")
         if names:
             write_notice(
-                f"in {self._directory}, step {left_at} was loaded: later checkpoints are of a line that was given "
+                f"in {self.directory}, step {left_at} was loaded: later checkpoints are of a line that was given "
                 f"up, and are now {', '.join(names)}"
             )
 
@@ -496,10 +497,10 @@ class RunLine:
         """Remove the line's checkpoints but the last `keep`, and multiples of `keep_every`."""
         for step in steps_to_prune(self._steps, keep, keep_every):
             with suppress(OSError):  # it is tried again after the next save
-                others = remove_checkpoint(self._directory, step)
+                others = remove_checkpoint(self.directory, step)
                 self._steps.remove(step)
                 if others:
-                    place = step_directory(self._directory, step)
+                    place = step_directory(self.directory, step)
                     write_notice(f"{place} stays: Farandole did not make {', '.join(others)}")
 
 

@@ -246,6 +246,8 @@ class LostSamples:
 
     def __init__(self, own: LoaderState) -> None:
         self._seen_own = weakref.ref(own)
+        self.digest = ""
+        """A hash of what this rank gave to `fd.shard`, and of its data."""
         self._drawing: weakref.ref[Drawing] | None = None
         self._is_ahead = False
         """Whether batches are drawn by a thread, before the loop is there."""
@@ -275,6 +277,24 @@ class LostSamples:
         before = 0 if loop.plan is None else loop.plan.batches_before
         return [place.epoch, place.batches, self._sure[1] if self._sure[0] is place else before]
 
+    def standing(self) -> list[Any]:
+        """See `FollowsChange`."""
+        own = self._seen_own()
+        if own is None or own.evaluate:
+            return []
+        asked = None if own.parts is None else own.parts.asked_epoch
+        state = own.position.state(asked, own.seed, lambda *_: [])
+        return [*(state[name] for name in ("epoch", "batches", "used", "seed")), self.digest]
+
+    def why_whole(self) -> str:
+        """See `FollowsChange`."""
+        own, place = self._seen_own(), self.under_way()
+        if own is None or not (place or own.stream is not None):
+            return ""
+        if not (why := self._why_not(own)) and place[1] > place[2]:
+            why = "a batch that the loop has drawn ahead"
+        return why and f"{why} cannot be divided anew"
+
     def follow(self, change: RankChange, place: Sequence[int]) -> None:
         """See `FollowsChange`. See [Note: samples of a lost rank]."""
         own = self._seen_own()
@@ -284,10 +304,9 @@ class LostSamples:
         own.partition, parts = own.partition.over(here.sample_rank, here.sample_size), own.parts
         if parts is not None:
             parts.divide(own.partition)
-        if own.stream is not None or (place and (why := self._why_not(own))):
-            kind = "a stream" if own.stream is not None else why
+        if own.stream is not None or (place and self._why_not(own)):
             raise CommError(
-                f"an epoch goes on without a lost rank, and {kind} cannot be divided anew",
+                f"an epoch goes on without a lost rank, and {self._why_not(own)} cannot be divided anew",
                 rank=here.job_rank,
                 operation="redoing a step",
                 remedy="go on from the last checkpoint (farandole run --restarts 3)",
@@ -307,6 +326,8 @@ class LostSamples:
 
     def _why_not(self, own: LoaderState) -> str:
         """Return what of the epoch that goes on cannot be divided anew; the same on all ranks. Empty: nothing."""
+        if own.stream is not None:
+            return "a stream"
         if self._is_ahead:
             return "what fd.prefetch has drawn"
         if own.position.open_loops > 1:

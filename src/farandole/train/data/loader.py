@@ -12,6 +12,8 @@ The order of an epoch is a pure function of (seed, epoch) for the ordinary rando
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn, TypeVar, cast, overload
 
@@ -93,7 +95,7 @@ def shard(
     made: ShardedLoader[T] = kind.__new__(
         kind
     )  # not by a constructor of the user's: only its class knows the arguments
-    order_seed = _agreed_seed(loader, here, seed)
+    order_seed, data = _agreed_seed(loader, here, seed)
     partition = Partition(
         here.sample_rank,
         here.sample_size,
@@ -103,6 +105,7 @@ def shard(
         placeholders=not evaluate,
     )
     ShardedLoader.__init__(made, loader, here, partition, order_seed, buckets)
+    made._farandole.losses.digest = hashlib.sha256(json.dumps([facts, data]).encode()).hexdigest()[:16]
     return made
 
 
@@ -243,12 +246,12 @@ def _cut_of(loader: DataLoader[Any], here: World, max_tokens: int | None, *, is_
     return Cut((loader.batch_size or 0) * (1 if is_split else here.sample_size), 0)
 
 
-def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> int:
-    """Return the seed of the order of the data, which all ranks have; raise `Mismatch` for other data."""
+def _agreed_seed(loader: DataLoader[Any], here: World, seed: int | None) -> tuple[int, list[str]]:
+    """Return the seed of the order of the data, and what is known of that; raise `Mismatch` for other data."""
     if seed is None:
         generator = getattr(loader.sampler, "generator", None)
         seed = generator.initial_seed() if generator is not None else torch.initial_seed()
-    data = data_of(loader.dataset) if here.size > 1 else []
+    data = data_of(loader.dataset) if here.size > 1 or here.is_apart else []
     said = all_gather_json(here, "seed and data", [int(seed), data])
     refuse_other_data(here, loader.dataset, [each for _, each in said])
-    return int(said[0][0])
+    return int(said[0][0]), data

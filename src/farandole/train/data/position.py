@@ -62,6 +62,15 @@ class FollowsChange(Protocol):
     def under_way(self) -> list[int]:
         """Return the epoch that goes on, its batches so far, and those of them in sure steps; empty: none does."""
 
+    def standing(self) -> list[Any]:
+        """Return where it would go on: epoch, batches, samples, seed, and a digest of the data.
+
+        Empty for one that evaluates.
+        """
+
+    def why_whole(self) -> str:
+        """See `DividedLoops`."""
+
     def follow(self, change: RankChange, place: Sequence[int]) -> None:
         """Divide over other ranks. `place`: what `under_way` is on ranks that are not behind."""
 
@@ -90,6 +99,15 @@ class LatestLoop(DividedLoops):
         """See `DividedLoops`."""
         found = [[number, *loader.under_way()] for number, loader in sorted(self._alive.items())]
         return [each for each in found if len(each) > 1]
+
+    def standing(self) -> list[Any]:
+        """See `DividedLoops`."""
+        found = [[number, *loader.standing()] for number, loader in sorted(self._alive.items())]
+        return [each for each in found if len(each) > 1]
+
+    def why_whole(self) -> str:
+        """See `DividedLoops`."""
+        return next(filter(None, (loader.why_whole() for _, loader in sorted(self._alive.items()))), "")
 
     def follow(self, change: RankChange) -> None:
         """Let all loaders divide over other ranks."""
