@@ -377,6 +377,7 @@ RULES: Final = (
            "leave bf16_parameters out"),
           ("clip_norm", _other_than(None), f", {_AFTER_WARM_UP} to clip", "leave clip_norm out"),
           ("zero", _above(0), ", which exchanges its momentum whole", "set zero = 0"),
+          ("on_failure", _one_of("continue"), ", whose momentum cannot be taken back", 'set on_failure = "stop"'),
       )),
     Rule({"tune": _is_set, "codec": _one_of(AUTO)},
          ": it chooses codec, buckets, route and connections itself, by prediction alone",

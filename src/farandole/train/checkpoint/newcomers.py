@@ -32,6 +32,7 @@ from ...comm.world.session import DividedLoops
 from ...comm.world.store_sync import all_gather_json
 from ...comm.world.world import APART, World
 from ...core.vocabulary.errors import CheckpointError, CommError, FarandoleError, PeerLost
+from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks, write_notice
 from ...parallel.distribute import distribute_again
 from ...parallel.model import DistributedModel
@@ -64,7 +65,7 @@ class RankEntrance:
         before, self._steps = self._steps, self._here.session.steps.done
         if redo is None or regroup is None or not regroup.is_asked:
             return False, False
-        why = redo.why_closed() or _why_codecs_stay(self._here)
+        why = redo.why_closed() or _why_models_stay(self._here)
         if not why and self._training.tables:
             why = "tables of rows are divided over the ranks"
         if not why and len(self._all) > 1:
@@ -216,10 +217,20 @@ def _models_of(here: World) -> list[nn.Module]:
     return [model for model, mesh in found if mesh is not None and mesh.here is here]
 
 
-def _why_codecs_stay(here: World) -> str:
-    reducers = [DistributedModel.of(model).reducer for model in _models_of(here)]
-    is_sliced = any(each is not None and each.has_codecs and each.route == "hierarchical" for each in reducers)
-    return "codecs on the hierarchical route keep slices, which other ranks would have" if is_sliced else ""
+def _why_models_stay(here: World) -> str:
+    """Return why the models cannot be distributed over other ranks; empty: they can."""
+    for own in map(DistributedModel.of, _models_of(here)):
+        for key in _OF_THESE_RANKS:
+            if (value := getattr(own.plan, key)) != getattr(_DEFAULTS, key):
+                return f"a model with {key} = {value!r} cannot be distributed anew"
+        if own.reducer is not None and own.reducer.has_codecs and own.reducer.route == "hierarchical":
+            return "codecs on the hierarchical route keep slices, which other ranks would have"
+    return ""
+
+
+_OF_THESE_RANKS = ("sync_batch_norm", "buffers", "bf16_parameters", "frozen_codec", "offload", "train_schedule")
+"""Keys of a plan by which a rank has more than what rank 0 sends."""
+_DEFAULTS = Plan()
 
 
 def _to_give(training: Training, here: World, step: int) -> dict[str, Any]:
