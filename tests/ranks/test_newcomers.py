@@ -37,15 +37,22 @@ if plant == "dies when it meets the others" and me == 3:
 if plant == "dies when it has met them" and me == 3:
     newcomers._begin_again = dies
 if plant == "dies at the end" and me == 3:
-    newcomers._end_together = dies
+    newcomers.seed_new_rank = dies
+if plant in ("dies in distribute", "dies in distribute of the states") and me == 3:
+    from farandole.parallel import distribute
+    def alone_or(call):
+        return lambda *words: dies() if here.size > 1 else call(*words)
+    name = "compare_models" if plant == "dies in distribute" else "broadcast_optimizer"
+    setattr(distribute, name, alone_or(getattr(distribute, name)))
 if plant == "rank 0 dies in it" and me == 0:
-    newcomers._end_together = dies
+    newcomers._ModelsOwn.put = dies
 if plant == "one breaks off":  # who heard the question, and not its answer, when the others leave their generation
     ask, is_planted = StepRedo.ask, [False]
     def forgetful(self, question):
         answer = ask(self, question)
         if me == 2 and isinstance(answer, list) and answer[2:3] == [1.0] and not is_planted[0]:
             is_planted[0] = True
+            time.sleep(0.3)  # the others leave meanwhile
             self._done -= 1
             def lost():
                 raise PeerLost("planted", rank=2, operation="a question")
@@ -57,13 +64,15 @@ class Judge:
         return {"weights": torch.arange(3.0), "name": "judge"}
     def load_state_dict(self, state):
         assert state["weights"].tolist() == [0.0, 1.0, 2.0] and state["name"] == "judge"
-        if plant == "refuses the state":
+        if plant in ("refuses the state", "catches the error"):
             raise ValueError("not mine")
 """
     + MODEL
     + """
 torch.manual_seed(me)  # whose values are of no use
 model = make_model(kind)
+if plant == "another model" and me >= 3:
+    model.append(nn.Linear(8, 8).double())
 kinds = torch.float64 if kind == "exact" else torch.float32
 optimizer = torch.optim.Adam(model.parameters(), 1e-2)
 fd.distribute(model, optimizer)
@@ -81,6 +90,11 @@ if plant == "keeps its loader":
 saver = fd.Checkpointer("saved", model, optimizer, every_steps=7, **others)
 if plant == "loads nothing":
     done = 0
+elif plant == "catches the error":
+    try:
+        done = saver.load() or 0
+    except Exception:
+        done = 0
 else:
     done = saver.load() or 0
 log = open(f"log{me}.jsonl", "w")
@@ -136,14 +150,15 @@ def test_ranks_are_alike_where_codecs_keep_something(tmp_path: Path, codec: str)
     assert all(torch.equal(each[name], value) for each in others for name, value in first.items())
 
 
-@pytest.mark.gate_cases("dies when it has met them", "rank 0 dies in it")
+@pytest.mark.gate_cases("dies in distribute", "rank 0 dies in it", "another model")
 @pytest.mark.parametrize(
     "plant",
     ["dies when it meets the others", "dies when it has met them", "dies at the end", "dies in its first step",
-     "rank 0 dies in it", "one breaks off", "refuses the state", "other data", "keeps its loader"],
+     "rank 0 dies in it", "one breaks off", "refuses the state", "other data", "keeps its loader",
+     "dies in distribute", "dies in distribute of the states", "another model", "catches the error"],
 )  # fmt: skip
 def test_a_rank_is_lost_while_another_comes_in(tmp_path: Path, plant: str) -> None:
-    ended = train(tmp_path, "exact", plant, "4")
+    ended = train(tmp_path, "exact", plant, "4", options=("--spares", "3" if plant == "another model" else "1"))
     assert ended.returncode == 0, ended.stderr
     came_in = plant in ("rank 0 dies in it", "one breaks off")
     left = [2, 3] if plant == "rank 0 dies in it" else [0, 2, 3] if came_in else [0, 2]
@@ -151,7 +166,11 @@ def test_a_rank_is_lost_while_another_comes_in(tmp_path: Path, plant: str) -> No
         "refuses the state": "not mine",
         "other data": "digest of the data",
         "keeps its loader": "all loaders to",
+        "another model": "parameter",
+        "catches the error": "1 ranks train on different samples",
     }
+    if plant == "catches the error":
+        (tmp_path / "log3.jsonl").unlink()  # it has made no step
     assert says.get(plant, "") in ended.stderr
     assert sorted(tmp_path.glob("end*.pt")) == [tmp_path / f"end{rank}.pt" for rank in left]
     assert_is_that_of_one_process(tmp_path, left, *replay(tmp_path, {}))

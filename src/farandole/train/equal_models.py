@@ -31,6 +31,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -147,7 +148,7 @@ class EqualModels:
         self._changed: list[str] = []
         """Names of parameters that forward passes of the first step have changed."""
         self._look_no_more: Callable[[], None] | None = observe_passes(here, self) if is_new else None
-        self._do: Callable[[int], int] = self._begin if is_new else self._sum
+        self._do: Callable[[int], int] = self._begin if is_new else partial(self._sum, is_asked=True)
         """What is to be done after the next step that this is told of."""
         self._before_step: Handle | None = None
         self._has_told = self._is_over = False
@@ -169,10 +170,11 @@ class EqualModels:
                 here.store.set(self._verdict, json.dumps([0, False, 0]))
 
     def follow(self, change: RankChange) -> None:
-        """Ranks were lost: begin anew with those that are left."""
+        """Ranks were lost or came in: begin anew with those that there are, after the next step."""
         self.close()
         self._meet()
-        self._do = self._begin if self._look_no_more is not None else self._sum
+        self._do = self._begin if self._look_no_more is not None else partial(self._sum, is_asked=True)
+        self._here.session.steps.ask_again(self._after_step)
 
     def close(self) -> None:
         """Look at no step any more."""

@@ -123,7 +123,8 @@ class InFlightBuckets:
         self.on_device: DeviceExchanges | None = None
         """What exchanges of gradients on a device need besides; None: they are on the CPU, or none was yet."""
         # - What travels along
-        self._extra: list[ExtraTensors] = []
+        self._extra: dict[ExtraTensors, bool] = {}
+        """Whether each has something to send; not known before the first exchange."""
         self._extra_works: list[tuple[ExtraTensors, dist.Work]] = []
         # - For the records
         self._described: list[Bucket] = []
@@ -136,17 +137,17 @@ class InFlightBuckets:
 
     def add_extra_tensors(self, extra: ExtraTensors) -> None:
         """Take `extra` along from the first exchange on."""
-        self._extra.append(extra)
+        self._extra[extra] = False
 
     def measure(self, noise: NoiseSums) -> None:
         """Measure gradients on their way from the next exchange on, by `noise` instead of an earlier one."""
-        self._extra = [extra for extra in self._extra if extra is not self.noise]
+        self._extra = {extra: sends for extra, sends in self._extra.items() if extra is not self.noise}
         self.noise = noise
-        self._extra.append(noise)
+        self._extra[noise] = True
 
     def prepare_extra_tensors(self) -> None:
-        """Agree with all ranks on what travels along; once, in the first pass."""
-        self._extra = [extra for extra in self._extra if extra.prepare()]
+        """Agree with all ranks on what travels along; in the first pass, and where that is made again."""
+        self._extra = {extra: extra.prepare() for extra in self._extra}
 
     def begin(self, steps: int, passes: int, epoch: int) -> None:
         """Begin an exchange: nothing is launched. See [Note: one step off].
@@ -180,7 +181,7 @@ class InFlightBuckets:
 
     def launch_extra_tensors(self, factor: float) -> None:
         """Launch what travels along, weighted by this rank's `factor`; before the first bucket."""
-        for extra in self._extra:
+        for extra in [each for each, sends in self._extra.items() if sends]:
             tensor = extra.pack(factor / self._world.size)
             with translated(self._world, "all-reduce of buffers"):
                 work = start_all_reduce(tensor, self.open_route.require().group)

@@ -117,29 +117,35 @@ class StepRedo:
         """Meet in the next generation, with ranks that wait; called by all ranks, between two exchanges.
 
         `welcome` is called with the numbers of now of those that come in, and is to make exchanges ready for all.
+        Where it fails on one of these, again without it; if it fails again and again, without any.
         See [Note: ranks that come in].
         """
         here = self._here
         regroup = here.session.regroup
         assert regroup is not None, "without it ranks cannot change"
+        failed, is_begun = 0, False
         while True:
             try:
                 for reducer in self._alive():
                     reducer.open_route.leave()
-                regroup.enter(lets_in=True)
+                regroup.enter(lets_in=failed < _MOST_IN_VAIN)
                 said = self._say(self._done, (), is_pending=False, answer=self._answer, places=self._places())
                 there = [each for each in said if not each.is_new]
                 newest = [each for each in there if each.done == self._done]
                 pending = [each for each in newest if each.is_pending] or newest
                 self._refuse_strange(there, pending)
-                self._follow(said, pending)
-                if new := [rank for rank, each in enumerate(said) if each.is_new]:
+                self._follow(said, pending, has_failed=False)
+                new = [rank for rank, each in enumerate(said) if each.is_new]
+                is_mixed = any(each.is_pending or each.done != self._done for each in there)
+                if new or (is_begun and not is_mixed):  # once it has begun, what is not open must be opened
+                    is_begun = True
                     welcome(new)
                 else:
                     for reducer in self._alive():
                         reducer.reconnect()
                 return
             except LOST as problem:
+                failed += 1
                 regroup.leave(str(problem))
 
     def note(self, problem: CommError) -> None:
@@ -224,7 +230,7 @@ class StepRedo:
                     elif ahead is None:
                         passes.take_back()
                 ahead = newest if is_behind else ahead
-                self._follow(said, pending or [newest])
+                self._follow(said, pending or [newest], has_failed=True)
                 for reducer in self._alive():
                     reducer.reconnect()
             except LOST as again:  # one more is lost
@@ -264,21 +270,20 @@ class StepRedo:
         mine = [self._here.session.regroup.worker, False, done, is_pending, answer, factors, places]
         return [_Standing(*each) for each in all_gather_json(self._here, _MEETING, mine)]
 
-    def _follow(self, said: Sequence[_Standing], furthest: Sequence[_Standing]) -> None:
+    def _follow(self, said: Sequence[_Standing], furthest: Sequence[_Standing], *, has_failed: bool) -> None:
         """Tell those that must know of the ranks that are left."""
         before, self._known = self._known, [each.worker for each in said]
         # One that broke off in the middle of the last change knows ranks of before that.
-        left = tuple(before.index(each) for each in self._known if each in before)
+        left = tuple(before.index(each.worker) for each in said if not each.is_new and each.worker in before)
         rank, self._loops = before.index(self._known[self._here.rank]), furthest[0].loops
         self._here.session.ranks_change(RankChange(rank, len(before), left, self._loops))
-        self._tell(len(before), left)
+        if has_failed or len(left) < len(before):
+            self._tell(len(before), left)
 
     def _alive(self) -> list[GradientReducer]:
         return [found for each in self._reducers if (found := each()) is not None and found.is_open]
 
     def _tell(self, size: int, left: Sequence[int]) -> None:
-        if self._here.size > len(left):
-            return  # some have come in, which says so
         self._in_vain = 0 if len(left) < size else self._in_vain + 1
         if self._in_vain > _MOST_IN_VAIN:
             raise CommError(

@@ -102,6 +102,14 @@ def be_apart(
     return made
 
 
+def part_again(here: World) -> None:
+    """Let a rank that `connect_again` has connected be alone once more, as `be_apart` made it."""
+    here.groups.close()
+    forget_generation()
+    here.size, here.source, here.groups = 1, APART, ProcessGroups()
+    current.sockets = here.sockets
+
+
 _PLACE = ("rank", "size", "local_rank", "local_size", "node_rank", "node_count", "address", "source", "groups")
 
 
@@ -124,6 +132,7 @@ def connect_again(here: World, enter: Callable[[Callable[[], World]], World]) ->
         setattr(here, name, getattr(made, name))
     if session.degrees is not None:
         session.degrees = Degrees(data=here.size)
+    here.closed = False  # also after an attempt that failed
     current.world, current.sockets = here, here.sockets
 
 

@@ -85,6 +85,11 @@ class StepCounter:
         """Call `listener` with the number of the next step that is done, after it was recorded. See `Listener`."""
         self._subscriptions.append(_Subscription(listener))
 
+    def ask_again(self, listener: Listener) -> None:
+        """Call `listener` after the next step, whatever it has asked for."""
+        for each in self._subscriptions:
+            each.next_step = 0 if each.listener == listener else each.next_step
+
     def notify(self) -> None:
         """Call the listeners that wait for this step."""
         done = self.done

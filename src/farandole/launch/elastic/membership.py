@@ -375,11 +375,14 @@ class Membership:
         has_time = now - self.began_at <= self.options.elastic_timeout_seconds
         if not self.current.number and self._alive("starting") and has_time:
             return
-        in_step = [worker for worker in waiting if worker.is_in_step]
+        if self.options.spares and self.current.number and not any(worker.has_trained for worker in waiting):
+            self._orders.append(Stop(False, _STATE_LOST))
+            return
+        in_step, ready = [worker for worker in waiting if worker.is_in_step], len(waiting)
         if not all(worker.lets_in for worker in in_step):
             waiting = in_step
         choice = self._choose(waiting)
-        if len(choice.members) < self.options.min_ranks:
+        if len(choice.members) + ready - len(waiting) < self.options.min_ranks:  # those come in after the step
             self._wait_for_more(len(choice.members), now)
             return
         limit = self.options.reset_limit

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -27,21 +26,21 @@ from ...comm.codecs.saved_state import Entry, for_new_rank
 from ...comm.collectives import broadcast_tensors
 from ...comm.engine.redo import StepRedo
 from ...comm.world.comm_errors import LOST
-from ...comm.world.connect import as_if_alone
+from ...comm.world.connect import as_if_alone, part_again
 from ...comm.world.session import DividedLoops
 from ...comm.world.store_sync import all_gather_json
-from ...comm.world.world import APART, World
+from ...comm.world.world import World
 from ...core.vocabulary.errors import CheckpointError, CommError, FarandoleError, PeerLost
 from ...core.vocabulary.spec import Plan
 from ...core.vocabulary.text import name_ranks, write_notice
-from ...parallel.distribute import distribute_again
+from ...parallel.distribute import distribute_again, undistribute
 from ...parallel.model import DistributedModel
 from .agreement import named
 from .state import Training, read_random_state, seed_new_rank
 from .values import TensorsAside, restorer
 
 _MOST_IN_VAIN = 3
-"""How often ranks may fail to come in, one after the other, until the job fails."""
+"""How often a rank tries to come in."""
 
 
 class _Entrances(WeakSet["RankEntrance"]):
@@ -72,7 +71,7 @@ class RankEntrance:
             why = f"it can take the state of one Checkpointer, and there are {len(self._all)}"
         if not why and before == self._steps:
             return True, True  # between two backward passes of one step
-        if not why and self._here.rank == 0:
+        if not why:
             try:
                 encode(_to_give(self._training, self._here, step), "state", TensorsAside())
             except FarandoleError as problem:
@@ -83,26 +82,21 @@ class RankEntrance:
         return True, bool(why)
 
     def open(self, step: int) -> None:
-        """Let in those that wait; called by all ranks, after `step`.
-
-        Raises `CommError` where ranks fail to come in again and again.
-        """
+        """Let in those that wait; called by all ranks, after `step`."""
         here, redo = self._here, self._here.session.kept(StepRedo)
         assert redo is not None, "asked in `look`"
         models = _models_of(here)
         kept = [_ModelsOwn.of(model) for model in models]
-        given, failed = _to_give(self._training, here, step), 0  # on all ranks: any may be rank 0 in a moment
+        given = _to_give(self._training, here, step)  # on all ranks: any may be rank 0 in a moment
 
         def welcome(new: Sequence[int]) -> None:
-            nonlocal failed
             try:
                 _begin_again(here, given, models, kept)
-                _end_together(here, "")
+                all_gather_json(here, _OPERATION, None)
             except LOST:
                 raise
             except FarandoleError as problem:
-                failed += 1
-                if not new or failed == _MOST_IN_VAIN:
+                if not new:
                     raise
                 raise PeerLost(f"{name_ranks(new)} came in, and cannot go on: {problem}", rank=here.rank,
                                operation=_OPERATION) from None  # fmt: skip
@@ -131,54 +125,49 @@ def come_in(training: Training, here: World) -> int:
             step = _take(training, here, models)
             regroup.has_state()
             return step
-        except LOST as problem:
+        except BaseException as problem:
             failed += 1
-            if failed == _MOST_IN_VAIN:
+            regroup.leave(str(problem) or type(problem).__name__)  # others may wait for this rank
+            _be_apart_again(here, models)
+            if not isinstance(problem, LOST) or failed == _MOST_IN_VAIN:
                 raise
-            regroup.leave(str(problem))
-            here.source = APART
+
+
+def _be_apart_again(here: World, models: Sequence[nn.Module]) -> None:
+    """Be alone, so that a script that catches the error makes no step with the others."""
+    here.session.drop(StepRedo)
+    for model in models:
+        if DistributedModel.of(model).plan is not None:
+            undistribute(model)
+    part_again(here)
 
 
 _OPERATION = "coming in"
 
 
 def _take(training: Training, here: World, models: Sequence[nn.Module]) -> int:
-    try:
-        given, loops = _begin_again(here, {}, models, []), here.session.kept(DividedLoops)
-        with as_if_alone(here):
-            for name, state in given["others"].items():
-                with named(name, "give the same objects to the Checkpointer on all ranks"):
-                    training.others[name].load_state_dict(state)
-            for name, state in given["modules"].items():
-                training.modules[name].load_state_dict(state)
-            for name, state in given["optimizers"].items():
-                training.optimizers[name].load_state_dict(state)
-        if (stand := [] if loops is None else loops.standing()) != given["loaders"]:
-            raise CheckpointError(
-                f"loaders of this rank stand at {stand}, and those of the others at {given['loaders']} (number, "
-                "epoch, batches, samples, seed, digest of the data)",
-                is_input=True,
-                remedy="give the same data to fd.shard on all ranks, and all loaders to the Checkpointer, "
-                "by names of your own: loader=loader",
-            )
-        here.session.steps.done = given["steps"]
-        seed_new_rank(given["random"], given["steps"], here.rank)
-    except LOST:
-        raise
-    except Exception as problem:
-        with suppress(*LOST):
-            _end_together(here, str(problem) or type(problem).__name__)
-        raise
-    _end_together(here, "")
+    given, loops = _begin_again(here, {}, models, []), here.session.kept(DividedLoops)
+    with as_if_alone(here):
+        for name, state in given["others"].items():
+            with named(name, "give the same objects to the Checkpointer on all ranks"):
+                training.others[name].load_state_dict(state)
+        for name, state in given["modules"].items():
+            training.modules[name].load_state_dict(state)
+        for name, state in given["optimizers"].items():
+            training.optimizers[name].load_state_dict(state)
+    if (stand := [] if loops is None else loops.standing()) != given["loaders"]:
+        raise CheckpointError(
+            f"loaders of this rank stand at {stand}, and those of the others at {given['loaders']} (number, "
+            "epoch, batches, samples, seed, digest of the data)",
+            is_input=True,
+            remedy="give the same data to fd.shard on all ranks, and all loaders to the Checkpointer, "
+            "by names of your own: loader=loader",
+        )
+    here.session.steps.done = given["steps"]
+    seed_new_rank(given["random"], given["steps"], here.rank)
+    all_gather_json(here, _OPERATION, None)
     step: int = given["step"]
     return step
-
-
-def _end_together(here: World, problem: str) -> None:
-    """Wait until all ranks can go on; raise `CommError` where one cannot."""
-    found = [each for each in all_gather_json(here, _OPERATION, problem) if each]
-    if found and not problem:
-        raise CommError(found[0], rank=here.rank, operation=_OPERATION)
 
 
 @dataclass(frozen=True)
