@@ -265,6 +265,8 @@ class LostSamples:
         own, drawing = self._seen_own(), None if self._drawing is None else self._drawing()
         place = None if own is None else own.position.current
         self._sure = place, 0 if place is None else place.batches
+        if drawing is not None:
+            drawing.catch_up()
         if drawing is None or not drawing.is_behind:
             self._undivided = None
 
@@ -300,7 +302,10 @@ class LostSamples:
         own = self._seen_own()
         if own is None:
             return
-        here, loop, drawing = own.world, own.loop, None if self._drawing is None else self._drawing()
+        here, drawing = own.world, None if self._drawing is None else self._drawing()
+        if drawing is not None:
+            drawing.catch_up()
+        loop = own.loop
         own.partition, parts = own.partition.over(here.sample_rank, here.sample_size), own.parts
         if parts is not None:
             parts.divide(own.partition)
@@ -385,7 +390,11 @@ class Drawing:
     def go_on_after(self, batches: int, used: int, moved: Moved) -> None:
         """Divide over the ranks of now from after so many batches on. See [Note: samples of a lost rank]."""
         self._next = batches, used, moved
-        if not self.is_behind:
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Divide anew what is to be, if all batches before that are drawn."""
+        if self._next is not None and not self.is_behind:
             self._divide_anew()
 
     @property
@@ -431,8 +440,7 @@ class Drawing:
 
     def __next__(self) -> Any:
         begin, cpu = time.monotonic(), time.thread_time()
-        if self._next is not None and not self.is_behind:
-            self._divide_anew()
+        self.catch_up()
         own, loop = self._own, self._loop
         try:
             with own.draws_alone:
