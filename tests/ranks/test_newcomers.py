@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import warm
-from tests.ranks.test_launch import script
-from tests.ranks.test_redone_steps import MODEL, assert_is_that_of_one_process, end_of, replay
+from tests.ranks.test_redone_steps import MODEL, assert_is_that_of_one_process, end_of, replay, run
 
 TRAINING = (
     """
@@ -122,10 +119,7 @@ def train(
     directory: Path, *words: str, options: tuple[str, ...] = ("--spares", "1")
 ) -> subprocess.CompletedProcess[str]:
     """Train on three ranks of which one may be lost; `words`: kind of model, what is planted, when one is lost."""
-    settings = ("--set", "on_failure=continue", "--set", "check_every=1")
-    command = [sys.executable, script(directory, TRAINING), *words]
-    job = ("-np", "3", "--min-np", "1", "--quiet", "--run-dir", "run", *settings, *options)
-    return warm.run(directory, "run", *job, "--", *command, timeout=60)
+    return run(directory, TRAINING, words, *options, ranks=3, keys=("check_every=1",))
 
 
 def test_a_spare_takes_the_place_of_a_lost_rank_as_if_one_process_saw_the_same_batches(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ import json, os, sys, time
 import torch
 from torch import nn
 import farandole as fd
+from farandole.comm.engine.in_flight import InFlightBuckets
 from farandole.comm.engine.redo import StepRedo
 from farandole.comm.engine.reducer import GradientReducer
 from farandole.core.vocabulary.errors import PeerLost
@@ -68,6 +69,16 @@ def forgetful(self, question):
 ask = StepRedo.ask
 if plant == "unheard answer":
     StepRedo.ask = forgetful
+def breaks_off(in_flight):
+    if me == 2 or calls[0]:
+        return prepare(in_flight)
+    calls[0] = 1
+    for extra in in_flight._extra:
+        extra.prepare()
+    raise PeerLost("planted", rank=me, operation="what travels along")  # of which rank 2 knows the end
+prepare = InFlightBuckets.prepare_extra_tensors
+if plant == "in the first exchange":
+    InFlightBuckets.prepare_extra_tensors = breaks_off
 def dies(*_):
     os.kill(os.getpid(), 9)
 if me == 3 and plant == "when the others meet":
@@ -88,7 +99,7 @@ plain = torch.utils.data.DataLoader(data, 4, shuffle=True, num_workers=workers, 
 loader = fd.shard(plain)
 if "save" in each_step:
     saver = fd.Checkpointer("saved", model, optimizer, loader=loader, every_steps=4)
-log, step = open(f"log{me}.jsonl", "w"), 0
+log, places, step = open(f"log{me}.jsonl", "w"), [], 0
 for epoch in range(2):
     for x, y, ids in loader:
         if me in (1, 3) and step == at + me and plant.startswith(("kill", "when")):
@@ -97,6 +108,7 @@ for epoch in range(2):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
+        places.append(loader.state_dict())
         print(json.dumps([epoch, step, ids.tolist(), here.session.batch_weight.factor]), file=log, flush=True)
         step += 1
         if "mean" in each_step:
@@ -104,6 +116,7 @@ for epoch in range(2):
         if "save" in each_step:
             saver.after_step(step)
 torch.save(model.state_dict(), f"end{me}.pt")
+json.dump(places, open(f"places{me}.json", "w"))
 """
 )
 
@@ -113,10 +126,16 @@ def train(
 ) -> subprocess.CompletedProcess[str]:
     """Train under ``--min-np 1``; `words`: kind of model, what is planted, where, workers, what each step asks."""
     directory.mkdir(exist_ok=True)
+    return run(directory, TRAINING, words, ranks=ranks, keys=keys)
+
+
+def run(
+    directory: Path, text: str, words: tuple[str, ...], *options: str, ranks: int, keys: tuple[str, ...]
+) -> subprocess.CompletedProcess[str]:
+    """Run a script with `words` on ranks that may be lost."""
     settings = [word for key in ("on_failure=continue", *keys) for word in ("--set", key)]
-    options = ("-np", str(ranks), "--min-np", "1", "--quiet", "--run-dir", "run", *settings)
-    command = [sys.executable, script(directory, TRAINING), *words]
-    return warm.run(directory, "run", *options, "--", *command, timeout=60)
+    job = ("-np", str(ranks), "--min-np", "1", "--quiet", "--run-dir", "run", *settings, *options)
+    return warm.run(directory, "run", *job, "--", sys.executable, script(directory, text), *words, timeout=60)
 
 
 def end_of(directory: Path, rank: int) -> dict[str, Any]:
@@ -227,6 +246,15 @@ def test_a_rank_that_did_not_hear_an_answer_is_told_it_and_the_others_wait_with_
     assert ended.returncode == 0, ended.stderr
     assert "lost rank 1 of 3: 2 go on in step 6\n" in ended.stderr
     assert_is_that_of_one_process(tmp_path, [0, 2], *replay(tmp_path, {}))
+    places = [json.loads((tmp_path / f"places{rank}.json").read_text()) for rank in (0, 2)]
+    assert places[0] == places[1], "the ranks' loaders stand alike at the end of each step"
+
+
+def test_the_first_exchange_is_made_again_with_what_travels_along(tmp_path: Path) -> None:
+    ended = train(tmp_path, "exact", "in the first exchange", "0", "0", "alone")
+    assert ended.returncode == 0, ended.stderr
+    assert "an exchange failed, and no rank is lost: 3 go on in step 1\n" in ended.stderr
+    assert_is_that_of_one_process(tmp_path, [0, 1, 2], *replay(tmp_path, {}))
 
 
 def test_a_rank_that_did_not_hear_how_a_step_ended_has_its_means_all_the_same(tmp_path: Path) -> None:

@@ -541,3 +541,22 @@ def test_a_spare_does_not_go_on_without_those_that_have_the_state() -> None:
     job.dies(0, 1)
     assert job.stop is not None
     assert not job.stop.succeeded
+
+
+def test_a_spare_that_never_trained_makes_no_generation_of_its_own() -> None:
+    job = Job({"a": 3}, max_ranks=2, spares=1)
+    job.ready(0, 1, 2, progress=-1)
+    assert job.ranks() == {0: 0, 1: 1}
+    job.dies(0, 1)
+    assert job.stop is not None
+    assert not job.stop.succeeded
+    assert job.ranks() == {0: 0, 1: 1}, "it would have trained alone, from the begin"
+
+
+def test_a_spare_that_waits_counts_for_the_least_ranks() -> None:
+    job = with_spare(min_ranks=2)
+    waits(job, 2, -1)
+    job.dies(1)
+    waits(job, 0, 1, is_in_step=True)
+    job.turn()
+    assert job.ranks() == {0: 0}, "the step is made again, and the spare comes in after it"

@@ -101,7 +101,7 @@ class StepRedo:
         said = [_Standing(*each) for each in all_gather_json(here, _MEETING, mine)]
         here.session.drop(cls)  # of an attempt that failed
         here.session.keep(cls, lambda: cls(here, [each.worker for each in said], max(each.done for each in said)))
-        here.session.ranks_change(RankChange(here.rank, 1, (), []))
+        here.session.ranks_change(RankChange(1, (), []))
         return not all(each.is_new for each in said)
 
     def why_closed(self) -> str:
@@ -275,8 +275,8 @@ class StepRedo:
         before, self._known = self._known, [each.worker for each in said]
         # One that broke off in the middle of the last change knows ranks of before that.
         left = tuple(before.index(each.worker) for each in said if not each.is_new and each.worker in before)
-        rank, self._loops = before.index(self._known[self._here.rank]), furthest[0].loops
-        self._here.session.ranks_change(RankChange(rank, len(before), left, self._loops))
+        self._loops = furthest[0].loops
+        self._here.session.ranks_change(RankChange(len(before), left, self._loops))
         if has_failed or len(left) < len(before):
             self._tell(len(before), left)
 

@@ -102,11 +102,11 @@ def be_apart(
     return made
 
 
-def part_again(here: World) -> None:
+def part_again(here: World, rank: int) -> None:
     """Let a rank that `connect_again` has connected be alone once more, as `be_apart` made it."""
     here.groups.close()
     forget_generation()
-    here.size, here.source, here.groups = 1, APART, ProcessGroups()
+    here.rank, here.size, here.source, here.groups = rank, 1, APART, ProcessGroups()
     current.sockets = here.sockets
 
 

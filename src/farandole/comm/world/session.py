@@ -113,8 +113,6 @@ class StepCounter:
 class RankChange:
     """What has changed, as one rank sees it."""
 
-    rank: int
-    """Its number before; `World.rank` has that of now."""
     size: int
     """Ranks before."""
     left: tuple[int, ...]

@@ -128,18 +128,18 @@ def come_in(training: Training, here: World) -> int:
         except BaseException as problem:
             failed += 1
             regroup.leave(str(problem) or type(problem).__name__)  # others may wait for this rank
-            _be_apart_again(here, models)
+            _be_apart_again(here, models, regroup.worker)
             if not isinstance(problem, LOST) or failed == _MOST_IN_VAIN:
                 raise
 
 
-def _be_apart_again(here: World, models: Sequence[nn.Module]) -> None:
+def _be_apart_again(here: World, models: Sequence[nn.Module], worker: int) -> None:
     """Be alone, so that a script that catches the error makes no step with the others."""
     here.session.drop(StepRedo)
     for model in models:
         if DistributedModel.of(model).plan is not None:
             undistribute(model)
-    part_again(here)
+    part_again(here, worker)
 
 
 _OPERATION = "coming in"
